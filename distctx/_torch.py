@@ -1,0 +1,198 @@
+"""Every use of torch that is not public: each with its reason, and what happens where it is gone.
+
+Nothing else in distctx touches a private name of torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = [
+    "abort_world",
+    "accelerator_type",
+    "default_store",
+    "default_timeout",
+    "fake_store",
+    "flattened_group",
+    "group_timeout",
+    "move_group_names",
+    "named_group",
+    "names_groups",
+    "number_of_groups",
+    "set_group_timeout",
+]
+
+_HELPER_NEEDS = {
+    "group_size",
+    "group_rank",
+    "global_ranks_in_group",
+    "backend",
+    "store",
+    "group_name",
+    "timeout",
+}
+
+
+def names_groups() -> bool:
+    """Whether ``named_group`` can be used with this torch and this default group.
+
+    It cannot where torch's helper has changed, where the default group makes its sub-groups itself,
+    or where an accelerator is bound to it: then torch splits the group, which is faster still.
+    """
+    helper: Any = getattr(c10d, "_new_process_group_helper", None)
+    world = getattr(c10d, "_world", None)
+    if helper is None or not hasattr(world, "pg_group_ranks") or not hasattr(world, "pg_map"):
+        return False
+    group = dist.group.WORLD
+    return (
+        set(inspect.signature(helper).parameters) >= _HELPER_NEEDS
+        and getattr(group, "bound_device_id", None) is None
+        and not hasattr(group, "new_group")
+    )
+
+
+def named_group(
+    ranks: Sequence[int], name: str, timeout: timedelta, description: str
+) -> Any:
+    """A group of ``ranks``, made by its members alone, under ``name``. Talks to the members.
+
+    Public ``new_group`` must be called by every rank for every group, which costs each rank as many
+    calls as there are groups. ``use_local_synchronization=True`` spares that, but names a group by
+    how many groups this rank holds, and ranks that hold different numbers wait for each other for
+    ever. Guarded by ``names_groups``; without it distctx uses ``init_device_mesh``.
+    """
+    world: Any = dist.group.WORLD
+    backend, store = c10d._world.pg_map[world]
+    helper: Any = c10d._new_process_group_helper
+    parameters = inspect.signature(helper).parameters
+    extra = {"group_desc": description} if "group_desc" in parameters else {}
+    group, _ = helper(
+        group_size=len(ranks),
+        group_rank=list(ranks).index(world.rank()),
+        global_ranks_in_group=list(ranks),
+        backend=c10d.Backend(backend),
+        store=store,
+        group_name=name,
+        timeout=timeout,
+        **extra,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def flattened_group(mesh: Any, dims: tuple[str, ...]) -> Any:
+    """The one group that spans several dims of a mesh that somebody else made.
+
+    Every rank of the mesh must call this the first time. ``_flatten`` is the only way to a group
+    that the mesh itself knows.
+    """
+    return mesh[dims]._flatten().get_group()
+
+
+def default_store() -> Store | None:
+    """The store of the default group, so that ranks can meet in a world that distctx did not make.
+
+    There is no public way to it. None where it is gone: then nothing meets there.
+    """
+    getter = getattr(c10d, "_get_default_store", None)
+    return None if getter is None else getter()
+
+
+def move_group_names(token: str) -> None:
+    """Let the next world's groups be numbered from ``token``, so that no name comes twice.
+
+    torch looks groups up by name, and names start from "0" again in each world: a mesh that
+    somebody kept would be answered with the next world's groups. Must be called alike on every
+    rank, just before ``init_process_group``; an empty token puts torch's own count back. Where
+    torch no longer counts there, names are as torch makes them.
+    """
+    world: Any = getattr(c10d, "_world", None)
+    if isinstance(getattr(world, "group_count", None), int):
+        world.group_count = int(token, 16) * 1_000_000 if token else 0
+
+
+def number_of_groups() -> int | None:
+    """How many groups this process holds now, the default one with them; None where torch does not
+    say."""
+    names = getattr(getattr(c10d, "_world", None), "pg_names", None)
+    return None if names is None else len(names)
+
+
+def default_timeout(backend: str) -> timedelta:
+    """torch's own timeout for a backend's groups."""
+    if "nccl" in backend and isinstance(
+        nccl := getattr(c10d, "default_pg_nccl_timeout", None), timedelta
+    ):
+        return nccl
+    return c10d.default_pg_timeout
+
+
+def group_timeout(group: Any) -> timedelta | None:
+    """The timeout of a group that somebody else made; None where torch does not say."""
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(timeout := getattr(options, "_timeout", None), timedelta):
+            return timeout
+    return None
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """Give a group that ``init_device_mesh`` made the timeout that was asked for.
+
+    ``init_device_mesh`` takes none. Where torch has no setter, the group keeps torch's default.
+    """
+    if (setter := getattr(c10d, "_set_pg_timeout", None)) is not None:
+        setter(timeout, group)
+
+
+def abort_world(bound: float) -> bool:
+    """Abort all groups without waiting for the others, for at most ``bound`` seconds.
+
+    ``destroy_process_group`` on NCCL can wait for good for peers that are inside a collective;
+    abort is torch's way out and has no public name. Returns False where torch has no abort, or it
+    is not
+    done in time: the caller then leaves the groups to the end of the process.
+    """
+    abort = getattr(c10d, "_abort_process_group", None)
+    if abort is None:
+        return False
+    failure: list[Exception] = []
+
+    def run() -> None:
+        try:
+            abort()
+        except Exception as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="distctx-abort", daemon=True)
+    thread.start()
+    thread.join(bound)
+    if failure:
+        raise failure[0]
+    return not thread.is_alive()
+
+
+def fake_store() -> Store:
+    """A store for the ``fake`` backend; importing it registers that backend with older torch."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def accelerator_type() -> str | None:
+    """The type of this host's accelerator, or None. ``torch.accelerator`` is there from torch
+    2.6."""
+    if (accelerator := getattr(torch, "accelerator", None)) is not None:
+        return accelerator.current_accelerator().type if accelerator.is_available() else None
+    return "cuda" if torch.cuda.is_available() else None

@@ -1,0 +1,255 @@
+"""Pictures of a layout and words about a runtime, for people. No torch here, and nobody is
+asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from distctx.exceptions import DistctxError
+from distctx.layout import Dim, MeshLayout, Partition
+
+if TYPE_CHECKING:
+    from distctx.place import Place
+    from distctx.runtime import DistributedRuntime
+    from distctx.world import World
+
+__all__ = ["Description", "attempt", "describe", "draw", "elide", "summary", "table", "who"]
+
+#: What stands for what is left out.
+_DOTS = "…"
+
+
+def elide(number: int, room: int) -> list[int | None]:
+    """Which of ``number`` things to show where ``room`` fit; None stands for those left out."""
+    if number <= max(room, 1):
+        return list(range(number))
+    head = max(room - 2, 1)
+    return [*range(head), None, number - 1]
+
+
+def place_name(layout: MeshLayout, coordinate: Sequence[int]) -> str:
+    """``(dp=2, tp=1)``."""
+    pairs = zip(layout.dim_names, coordinate, strict=True)
+    return f"({', '.join(f'{name}={index}' for name, index in pairs)})"
+
+
+def group_name(members: Sequence[range], room: int = 8) -> str:
+    """The ranks of a group, elided; ``members`` as ``MeshLayout.members`` gives them."""
+    size = math.prod(len(part) for part in members)
+    shown = []
+    for position in elide(size, room):
+        rank, rest = 0, position or 0
+        for part in reversed(members):
+            rest, index = divmod(rest, len(part))
+            rank += part[index]
+        shown.append(_DOTS if position is None else str(rank))
+    return ", ".join(shown)
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """Columns as wide as they must be, two spaces between them."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def draw(
+    layout: MeshLayout,
+    rank: int | None = None,
+    groups: Sequence[Dim] = (),
+    width: int = 80,
+    height: int = 40,
+) -> str:
+    """A layout as a grid of ranks: the last dim to the right, the one before it down, the rest
+    stacked.
+
+    Costs what is shown, not what the world has.
+
+    Args:
+        layout: with every size known.
+        rank: marked ``[13]``; its group along ``groups`` is marked ``(5)``.
+        groups: the dims of the groups that are listed below.
+        width: columns to stay within.
+        height: lines to stay within, roughly.
+    """
+    coordinate = None if rank is None else layout.coordinate(rank)
+    members = None if rank is None or not groups else layout.members(rank, *groups)
+    dims = layout.dims(groups) if groups else ()
+    *outer, down, right = (1,) * max(0, 2 - layout.ndim) + layout.shape
+    names = layout.dim_names
+    digits = len(str(layout.world_size - 1))
+    label = "" if layout.ndim < 2 else f"{names[-2]}={down - 1}"
+    cells = max((width - len(label) - 2) // (digits + 3), 3)
+    columns = elide(right, cells)
+    blocks = elide(math.prod(outer), max(height // (min(down, 8) + 3), 2))
+    rows = elide(down, max(height // len(blocks) - 2, 3))
+
+    def cell(base: int, column: int | None) -> str:
+        if column is None:
+            return _DOTS.center(digits + 2)
+        here = base + column
+        if here == rank:
+            return f"[{here}]".rjust(digits + 2)
+        alike = coordinate is not None and members is not None
+        if alike and _differs_only_in(dims, layout.coordinate(here), coordinate or ()):
+            return f"({here})".rjust(digits + 2)
+        return f"{here} ".rjust(digits + 2)
+
+    lines = []
+    head = f"{names[-1]}=".rjust(len(label) + 1)
+    head += " ".join((_DOTS if c is None else f"{c} ").rjust(digits + 2) for c in columns)
+    lines.append(head.rstrip())
+    for block in blocks:
+        if block is None:
+            lines.append(_DOTS)
+            continue
+        if outer:
+            lines.append(_outer_name(names, outer, block))
+        for row in rows:
+            text = _DOTS if row is None else (f"{names[-2]}={row}" if layout.ndim > 1 else "")
+            line = text.ljust(len(label) + 1)
+            if row is not None:
+                base = (block * down + row) * right
+                line += " ".join(cell(base, column) for column in columns)
+            lines.append(line.rstrip())
+    title = " × ".join(f"{n}={s}" for n, s in zip(names, layout.shape, strict=True))
+    picture = [f"{title}: {layout.world_size} ranks", "", *lines]
+    if coordinate is not None and rank is not None:
+        picture += ["", f"[{rank}] rank {rank} at {place_name(layout, coordinate)}"]
+    if groups:
+        picture += ["", *_group_lines(layout, dims, rank)]
+    return "\n".join(picture)
+
+
+def _differs_only_in(dims: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    return all(i in dims or a[i] == b[i] for i in range(len(a)))
+
+
+def _outer_name(names: Sequence[str], outer: Sequence[int], block: int) -> str:
+    parts = []
+    for name, size in zip(reversed(names[: len(outer)]), reversed(outer), strict=True):
+        block, index = divmod(block, size)
+        parts.append(f"{name}={index}")
+    return ", ".join(reversed(parts))
+
+
+def _group_lines(layout: MeshLayout, dims: Sequence[int], rank: int | None) -> Iterator[str]:
+    name = ", ".join(layout.dim_names[dim] for dim in dims)
+    size = layout.size(*dims)
+    number = layout.world_size // size
+    if rank is not None:
+        yield f"( ) its {name} group: {group_name(layout.members(rank, *dims))}"
+    yield f"{name} groups: {number} of {size} rank{'s' if size > 1 else ''}"
+    others = [dim for dim in range(layout.ndim) if dim not in dims]
+    strides = layout.strides
+    for position in elide(number, 8):
+        if position is None:
+            yield f"  {_DOTS}"
+            continue
+        first, rest = 0, position
+        for dim in reversed(others):
+            rest, index = divmod(rest, layout.shape[dim])
+            first += index * strides[dim]
+        yield f"  {group_name(layout.members(first, *dims))}"
+
+
+@attrs.frozen
+class Description:
+    """What a person wants to know of one rank; ``str()`` of it is a table of at most 80 columns.
+
+    Attributes:
+        state: of the runtime that was asked.
+        rank: of whom this tells.
+        world_size: how many ranks there are.
+        coordinate: its index along each dim, by name.
+        groups: its group along each dim, as ``MeshLayout.members`` gives it, by name.
+        dp_partition: its share of the data; None where nothing says how the data is split.
+        tp_size: how many ranks share one tensor.
+        node: the host it is on, by number, where that is known.
+        device: its device, where that is known.
+    """
+
+    state: str
+    rank: int
+    world_size: int
+    coordinate: Mapping[str, int]
+    groups: Mapping[str, tuple[range, ...]]
+    dp_partition: Partition | None
+    tp_size: int
+    node: int | None
+    device: str | None
+
+    def __str__(self) -> str:
+        dp = self.dp_partition
+        rows = [
+            ("rank", f"{self.rank} of {self.world_size}"),
+            ("runtime", self.state),
+            ("node", "not known" if self.node is None else str(self.node)),
+            ("device", self.device or "not known"),
+            ("dp_partition", "not said" if dp is None else f"{dp[1]} of {dp[0]}"),
+            ("tp_size", str(self.tp_size)),
+        ]
+        for name, index in self.coordinate.items():
+            members = self.groups[name]
+            room = 8
+            while room > 3 and len(group_name(members, room)) > 50:
+                room -= 1
+            rows.append((f"{name}={index}", f"with {group_name(members, room)}"))
+        wide = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name.ljust(wide)}  {value}"[:80] for name, value in rows)
+
+
+def describe(runtime: DistributedRuntime, rank: int | None) -> Description:
+    """What ``runtime`` knows of a rank, its own or another."""
+    place = runtime._place_of(rank)
+    layout, own = place.layout, place.rank == runtime.rank
+    environment = runtime.environment
+    node, local_size = environment.node_rank, environment.local_world_size
+    if not own:
+        node = (
+            place.rank // local_size if local_size and layout.world_size % local_size == 0 else None
+        )
+    opened = runtime.state.value == "open"
+    return Description(
+        state=runtime.state.value,
+        rank=place.rank,
+        world_size=layout.world_size,
+        coordinate=dict(zip(layout.dim_names, place.coordinate, strict=True)),
+        groups={name: layout.members(place.rank, name) for name in layout.dim_names},
+        dp_partition=place.dp_partition,
+        tp_size=place.tp_size,
+        node=node,
+        device=str(runtime.device) if own and opened else None,
+    )
+
+
+def who(place: Place) -> str:
+    """``rank 5/8 at (dp=2, tp=1)``."""
+    return f"rank {place.rank}/{place.world_size} at {place_name(place.layout, place.coordinate)}"
+
+
+def attempt(find: Callable[[], Place]) -> Place | None:
+    """What ``find`` finds, or None where the launch is not right: a repr must not raise."""
+    try:
+        return find()
+    except DistctxError:
+        return None
+
+
+def summary(
+    state: str, place: Place | None, world: World | None, *, owns: bool, built: bool
+) -> str:
+    """The inside of a runtime's repr."""
+    parts = [state, who(place) if place is not None else "rank not known"]
+    if world is not None:
+        parts.append(f"{world.backend} on {world.device}")
+        parts.append("owns group" if owns else "shares group")
+        parts.append("mesh built" if built else "mesh not built")
+    return ", ".join(parts)

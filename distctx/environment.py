@@ -1,0 +1,256 @@
+"""What the launcher told this process: read once, checked whole, before any socket opens. No torch
+here.
+
+A process can sit inside several launches at once (torchrun started by srun, mpirun inside an
+allocation), so the
+launchers are layers, innermost first: torchrun, Open MPI, MPICH and Intel MPI (PMI), SLURM. The
+    innermost one that is there decides; one further out only adds what it does not say, and only
+    where both name the same rank and world size. Arguments lie over all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import attrs
+
+from distctx.exceptions import LaunchEnvironmentError
+from distctx.launchers import LAUNCHERS, Environ, Layer, Value, misfits, read_layer
+from distctx.layout import as_int
+
+__all__ = ["LaunchEnvironment"]
+
+log = logging.getLogger("distctx")
+
+_ALONE = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0}
+
+
+@attrs.frozen
+class LaunchEnvironment:
+    """Who this process is, as its launcher and the arguments say.
+
+    Attributes:
+        launcher: ``"torchrun"`` (or anything else that sets RANK and WORLD_SIZE), ``"openmpi"``,
+            ``"pmi"`` (MPICH, Intel MPI), ``"slurm"`` (srun), or ``"none"``.
+        rank: which process of the world this is, from 0.
+        world_size: how many processes the world has.
+        local_rank: which process of this host this is, from 0. None: not said, the ranks find out
+            when they meet.
+        local_world_size: how many processes of the world are on this host. None: not said.
+        node_rank: which host of the world this is, from 0. None: not said.
+        master_addr: the host where the ranks meet. None: not needed, since the world is 1 or the
+            arguments name another place.
+        master_port: the TCP port there.
+        store_is_served: the launcher itself serves the store at that address, as torchrun does; no
+            rank has to.
+        sources: where each value came from, by attribute.
+        reason: why this is no launch; empty where it is one.
+
+    Example:
+        >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5",
+        ...         "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "4711"}
+        >>> env = LaunchEnvironment.detect(srun)
+        >>> env.rank, env.world_size, env.local_rank, env.master_addr, env.launcher
+        (5, 8, 1, 'gpu07', 'slurm')
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    store_is_served: bool = False
+    sources: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
+    reason: str = attrs.field(default="", eq=False, repr=False)
+
+    @classmethod
+    def detect(
+        cls,
+        environ: Environ | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        init_method: str | None = None,
+        has_store: bool = False,
+    ) -> LaunchEnvironment:
+        """Read the launch from ``environ``, with the arguments on top. Talks to nobody.
+
+        Args:
+            environ: the variables; None: ``os.environ``.
+            rank: this process's rank, over what the launcher says.
+            world_size: the number of processes, over what the launcher says.
+            init_method: torch's URL for the meeting place; ``?rank=…&world_size=…`` in it counts as
+                those arguments. None or ``env://``: the address comes from the launcher.
+            has_store: the ranks meet in a store of the caller's, so no address is needed.
+
+        Raises:
+            LaunchEnvironmentError: the launch is partly set, a value is no number, the rank is
+                outside the world, or a launcher's own variables contradict each other; lists every
+                variable at fault.
+        """
+        environ = os.environ if environ is None else environ
+        arguments = _arguments(rank, world_size, init_method)
+        layers = [
+            read_layer(launcher, environ) for launcher in LAUNCHERS if launcher.present(environ)
+        ]
+        if not arguments and not layers:
+            sources = dict.fromkeys(_ALONE, "no launcher")
+            return cls("none", 0, 1, 0, 1, 0, sources=sources, reason=_why_no_launch(environ))
+        found, launcher = _merge(arguments, layers)
+        if found["world_size"].value == 1:
+            found = {name: Value(value, "a world of 1") for name, value in _ALONE.items()} | found
+        if found["world_size"].value == 1 or has_store or init_method not in (None, "env://"):
+            found = {name: value for name, value in found.items() if not name.startswith("master")}
+        else:
+            found |= _address(environ, found, launcher)
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(
+            launcher,
+            store_is_served=agent and "master_addr" in found,
+            **{name: value.value for name, value in found.items()},
+            sources={name: value.source for name, value in found.items()},
+        )
+
+
+def _raise(faults: list[str]) -> None:
+    if faults:
+        raise LaunchEnvironmentError(
+            "The launch environment is not right:\n"
+            + "".join(f"  - {fault}\n" for fault in faults)
+            + "Correct or unset these, or pass rank= and world_size=; `python -m distctx env` shows "
+            "where each value comes from."
+        )
+
+
+def _arguments(rank: Any, world_size: Any, init_method: str | None) -> dict[str, Value]:
+    given: dict[str, Value] = {}
+    if init_method is not None:
+        if not isinstance(init_method, str) or "://" not in init_method:
+            raise LaunchEnvironmentError(
+                f"init_method must be a URL such as 'tcp://host:port', 'file:///path' or 'env://', "
+                f"got {init_method!r}."
+            )
+        query = parse_qs(urlsplit(init_method).query)
+        for name in ("rank", "world_size"):
+            if name in query:
+                text = query[name][0]
+                if not re.fullmatch(r"[0-9]+", text):
+                    raise LaunchEnvironmentError(
+                        f"{name}={text!r} in init_method={init_method!r} is not a whole number."
+                    )
+                given[name] = Value(int(text), f"{name} in init_method")
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if value is not None:
+            number = as_int(value, name, LaunchEnvironmentError)
+            if name in given and given[name].value != number:
+                raise LaunchEnvironmentError(
+                    f"The argument {name}={number} and init_method={init_method!r} contradict each "
+                    f"other; drop one."
+                )
+            given[name] = Value(number, f"argument {name}")
+    if any(value.value < (1 if name == "world_size" else 0) for name, value in given.items()):
+        raise LaunchEnvironmentError(
+            "rank must be at least 0 and world_size at least 1, got "
+            + ", ".join(f"{name}={value.value}" for name, value in given.items())
+            + "; leave them None to follow the launcher."
+        )
+    return given
+
+
+def _merge(arguments: Mapping[str, Value], layers: list[Layer]) -> tuple[dict[str, Value], str]:
+    """Lay the layers over each other, innermost first, arguments on top; the values, and who said
+    the rank."""
+    found = dict(arguments)
+    name = "none"
+    for layer in layers:
+        complete = {"rank", "world_size"} <= set(found)
+        own = {key: layer.values[key] for key in ("rank", "world_size") if key in layer.values}
+        clash = [key for key in own if key in found and own[key].value != found[key].value]
+        told = [key for key in clash if key not in arguments]
+        if complete and (layer.faults or told):
+            continue  # a launch further out, which rightly counts other processes
+        _raise(
+            layer.faults
+            + [
+                f"{found[key].source}={found[key].value} is set without the rest of its launch, "
+                f"and "
+                f"{own[key].source}={own[key].value} says otherwise"
+                for key in told
+            ]
+        )
+        new = {key: value for key, value in layer.values.items() if key not in found}
+        if clash:
+            # The arguments make a world of their own out of the launcher's processes. Where each
+            # sits on its host still holds, unless they are more than it started: then they are not
+            # its processes.
+            size, started = found.get("world_size"), own.get("world_size")
+            fewer = size is None or started is None or size.value <= started.value
+            new = {
+                key: value
+                for key, value in new.items()
+                if key in own or (key == "local_rank" and fewer)
+            }
+        if new and (name == "none" or "rank" in new):
+            name = layer.name
+        found |= new
+    if missing := [key for key in ("rank", "world_size") if key not in found]:
+        have = " and ".join(f"{value.source}={value.value}" for value in found.values())
+        lacks = " and ".join(f"{key.upper()} (or the argument {key})" for key in missing)
+        _raise([f"{have} is set, but {lacks} is not: half a launch"])
+    _raise(misfits({key: found[key] for key in ("rank", "world_size")}))
+    return found, name
+
+
+def _address(environ: Environ, found: Mapping[str, Value], launcher: str) -> dict[str, Value]:
+    """MASTER_ADDR and MASTER_PORT where they are set, else what the launcher's own variables
+    yield."""
+    told = Layer(
+        "address", {key: found[key] for key in ("master_addr", "master_port") if key in found}
+    )
+    if addr := environ.get("MASTER_ADDR"):
+        told.values["master_addr"] = Value(addr, "MASTER_ADDR")
+    told.read(environ, "master_port", "MASTER_PORT", 1, 65535)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name.lower() not in told.values]
+    if missing and not told.faults:
+        size = found["world_size"]
+        how = {
+            "openmpi": "mpirun does not say on which host the ranks of several hosts can meet; "
+            "run it with -x MASTER_ADDR=<host of rank 0>",
+            "pmi": "mpiexec does not say on which host the ranks of several hosts can meet; "
+            "run it with -genv MASTER_ADDR <host of rank 0>",
+        }.get(
+            launcher,
+            "set both to the host of rank 0 and a free port there, or pass init_method= or store=",
+        )
+        told.faults.append(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, but "
+            f"{size.source}={size.value} "
+            f"is more than 1: {how}"
+        )
+    _raise(told.faults)
+    return told.values
+
+
+def _why_no_launch(environ: Environ) -> str:
+    set_ = [
+        f"{name}={environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)
+    ]
+    if "SLURM_JOB_ID" in environ:
+        tasks = environ.get("SLURM_NTASKS")
+        return (
+            f"this is SLURM job {environ['SLURM_JOB_ID']}, but not a step of it that srun started"
+            + (f" (the job has SLURM_NTASKS={tasks})" if tasks else "")
+            + ": start the program with srun or torchrun to use more processes"
+        )
+    if set_:
+        there = " and ".join(set_)
+        return f"{there} is set, but neither RANK nor WORLD_SIZE, so nothing says this is one of many"
+    return "no launcher has set RANK and WORLD_SIZE, and no MPI or SLURM step is there"

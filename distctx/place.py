@@ -1,0 +1,105 @@
+"""The place of one rank in its layout: everything that needs no other rank, worked out once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from distctx.exceptions import LayoutError
+from distctx.layout import (
+    DATA_PARALLEL_DIMS,
+    TENSOR_PARALLEL_DIM,
+    Dim,
+    MeshLayout,
+    Partition,
+    default_dim_names,
+)
+
+__all__ = ["Parallelism", "Place"]
+
+
+@attrs.frozen
+class Parallelism:
+    """Which dims of a mesh split the data, and which splits the tensors, as the caller says."""
+
+    dp_mesh_dim: Dim | tuple[Dim, ...] | None = None
+    tp_mesh_dim: Dim | None = None
+    sharded_by_data_parallel: bool = True
+    tensor_parallel_enabled: bool = True
+
+    def dp_dims(self, layout: MeshLayout) -> tuple[int, ...] | None:
+        """The dims of data parallelism, outermost first; none: the data is whole on every rank.
+
+        None where nothing says: the names are default ones.
+        """
+        if self.dp_mesh_dim is None:
+            found = tuple(i for i, n in enumerate(layout.dim_names) if n in DATA_PARALLEL_DIMS)
+            is_default = layout.dim_names == default_dim_names(layout.ndim)
+            return None if is_default and not found else found
+        several = isinstance(self.dp_mesh_dim, (tuple, list))
+        given: Any = self.dp_mesh_dim if several else (self.dp_mesh_dim,)
+        if not given:
+            raise LayoutError(
+                "dp_mesh_dim=() names no dim; pass None to follow the names, or "
+                "sharded_by_data_parallel=False where the data is not split."
+            )
+        return layout.dims(given, "dp_mesh_dim")
+
+    def tp_dim(self, layout: MeshLayout) -> int | None:
+        """The dim of tensor parallelism, or None."""
+        if self.tp_mesh_dim is not None:
+            return layout.dim(self.tp_mesh_dim, "tp_mesh_dim")
+        names = layout.dim_names
+        return names.index(TENSOR_PARALLEL_DIM) if TENSOR_PARALLEL_DIM in names else None
+
+
+@attrs.frozen
+class Place:
+    """Where one rank sits, and what follows for its data and its tensors.
+
+    ``dp_partition`` is None where nobody said which dims split the data.
+    """
+
+    rank: int
+    layout: MeshLayout
+    coordinate: tuple[int, ...]
+    dp_partition: Partition | None
+    tp_size: int
+
+    @classmethod
+    def of(cls, rank: int, layout: MeshLayout, parallelism: Parallelism) -> Place:
+        """The place of ``rank`` in a resolved layout.
+
+        Raises:
+            LayoutError: the rank is outside the layout, or a dim that was given is not in it.
+        """
+        dp_dims, tp_dim = parallelism.dp_dims(layout), parallelism.tp_dim(layout)
+        partition: Partition | None
+        if not parallelism.sharded_by_data_parallel or dp_dims == ():
+            partition = Partition(1, 0)
+        else:
+            partition = None if dp_dims is None else layout.partition(rank, *dp_dims)
+        tp_size = layout.shape[tp_dim] if tp_dim is not None else 1
+        return cls(
+            rank,
+            layout,
+            layout.coordinate(rank),
+            partition,
+            tp_size if parallelism.tensor_parallel_enabled else 1,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def no_partition(self) -> LayoutError:
+        """The error for asking which share is mine where nobody said how the data is split."""
+        names = self.layout.dim_names
+        return LayoutError(
+            f"Nothing says which dims of the mesh "
+            f"{dict(zip(names, self.layout.shape, strict=True))} "
+            "split the data: pass dp_mesh_dim= (an index, a name, or a tuple of them), or "
+            "mesh_dim_names= with 'dp', or 'dp_replicate' and 'dp_shard', among them; or "
+            "sharded_by_data_parallel=False where every rank reads all of it."
+        )

@@ -1,0 +1,518 @@
+"""DistributedRuntime: one object that owns the distributed life of a process."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import math
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+import torch
+
+from distctx import display, sync, world
+from distctx.devices import as_device
+from distctx.environment import LaunchEnvironment
+from distctx.exceptions import LayoutError, RuntimeStateError
+from distctx.layout import Dim, MeshLayout, Partition
+from distctx.place import Parallelism, Place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from distctx.mesh_cache import MeshCache
+
+__all__ = ["DistributedRuntime", "State"]
+
+log = logging.getLogger("distctx")
+
+
+class State(enum.Enum):
+    """Where a runtime is in its life."""
+
+    UNOPENED = "unopened"  # made, and nothing acquired yet
+    OPEN = "open"  # everything is acquired
+    CLOSED = "closed"  # everything is given back; may be opened again
+
+
+#: The open runtimes of this process, the innermost last.
+_open: list[DistributedRuntime] = []
+
+_setting: Any = attrs.setters.frozen
+
+
+def _seconds(value: float | timedelta | None, name: str) -> timedelta | None:
+    if value is None:
+        return None
+    if not isinstance(value, timedelta):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise LayoutError(f"{name} must be seconds or a timedelta, got {value!r}.")
+        if not math.isfinite(value):
+            raise LayoutError(f"{name}={value!r} must be finite; every wait needs a bound.")
+        value = timedelta(seconds=value)
+    if value <= timedelta(0):
+        raise LayoutError(f"{name}={value.total_seconds():g} s must be more than 0.")
+    return value
+
+
+@attrs.define(eq=False, repr=False)
+class DistributedRuntime:
+    """The distributed life of this process: who it is, its process group, its place in the mesh.
+
+    Entering chooses the device and initialises the default process group, or joins the one that is
+    there. The mesh is built when it is first asked for. Leaving undoes exactly what entering did.
+    The same script runs under plain ``python`` (a world of 1), torchrun, srun or mpirun.
+
+    Args:
+        backend: None: nccl with CUDA, gloo without, from torch's own map of devices. Also
+            ``"cpu:gloo,cuda:nccl"``, and ``"fake"`` for a world that communicates nothing.
+        init_method: where the ranks meet, as torch takes it. None: from the launcher.
+        rank: who this is. None: from the launcher.
+        world_size: how many processes. None: from the launcher; without one, 1.
+        device_type: None: follows the backend (``fake``: cpu).
+        mesh_shape: the size of each mesh dim, one of which may be -1. None: inside an open runtime
+            its layout and mesh, else all ranks in one dim.
+        mesh_dim_names: a name for each dim. None: ``("dp",)`` for one, ``("dim_0", …)`` for more.
+        dp_mesh_dim: the dim that splits the data, or a tuple of them. None: those named ``dp``,
+            ``dp_replicate`` and ``dp_shard``.
+        tp_mesh_dim: the dim that splits tensors. None: the one named ``tp``.
+        sharded_by_data_parallel: False: every rank reads all the data; ``dp_partition`` is (1, 0).
+        tensor_parallel_enabled: False: ``tp_size`` is 1.
+        timeout: of every group, in seconds or as a timedelta. None: torch's default for the
+            backend.
+        rendezvous_timeout: how long ranks wait for each other to come. None: ``timeout``.
+        store: a store to meet in, in place of ``init_method``.
+        pg_options: handed on to ``init_process_group``.
+        device: this process's device. None: by local rank; the one visible where only one is.
+
+    Raises:
+        LayoutError: shape, names or dims that cannot be; a timeout that is none.
+        LaunchEnvironmentError: an argument that no launch can have.
+
+    Example:
+        >>> with DistributedRuntime(mesh_shape=(-1, 1), mesh_dim_names=("dp", "tp")) as rt:
+        ...     rt.dp_partition, rt.tp_size, rt.coordinate
+        (Partition(num_partitions=1, partition_index=0), 1, (0, 0))
+    """
+
+    _backend: str | None = attrs.field(default=None, on_setattr=_setting)
+    init_method: str | None = attrs.field(default=None, on_setattr=_setting)
+    _rank: int | None = attrs.field(default=None, on_setattr=_setting)
+    _world_size: int | None = attrs.field(default=None, on_setattr=_setting)
+    device_type: str | None = attrs.field(default=None, on_setattr=_setting)
+    mesh_shape: Sequence[int] | None = attrs.field(default=None, on_setattr=_setting)
+    mesh_dim_names: Sequence[str] | None = attrs.field(default=None, on_setattr=_setting)
+    dp_mesh_dim: Dim | tuple[Dim, ...] | None = attrs.field(default=None, on_setattr=_setting)
+    tp_mesh_dim: Dim | None = attrs.field(default=None, on_setattr=_setting)
+    sharded_by_data_parallel: bool = attrs.field(default=True, on_setattr=_setting)
+    tensor_parallel_enabled: bool = attrs.field(default=True, on_setattr=_setting)
+    timeout: float | timedelta | None = attrs.field(default=None, kw_only=True, on_setattr=_setting)
+    rendezvous_timeout: float | timedelta | None = attrs.field(
+        default=None, kw_only=True, on_setattr=_setting
+    )
+    store: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
+    pg_options: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
+    _device: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
+
+    _request: world.Request = attrs.field(init=False)
+    _asked_layout: MeshLayout | None = attrs.field(init=False)
+    _state: State = attrs.field(init=False, default=State.UNOPENED)
+    _place: Place | None = attrs.field(init=False, default=None)
+    _world: world.World | None = attrs.field(init=False, default=None)
+    _cache: MeshCache | None = attrs.field(init=False, default=None)
+    _submeshes: dict[tuple[Dim, ...], Any] = attrs.field(init=False, factory=dict)
+    _groups: dict[tuple[Dim, ...], Any] = attrs.field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        if self.store is not None and self.init_method is not None:
+            raise LayoutError("store= and init_method= both say where to meet; pass one of them.")
+        self._request = world.Request(
+            backend=None if self._backend is None else str(self._backend).lower(),
+            rank=self._rank,
+            world_size=self._world_size,
+            device=None if self._device is None else as_device(self._device),
+            device_type=self.device_type,
+            init_method=self.init_method,
+            timeout=_seconds(self.timeout, "timeout"),
+            rendezvous_timeout=_seconds(self.rendezvous_timeout, "rendezvous_timeout"),
+            store=self.store,
+            pg_options=self.pg_options,
+        )
+        shape, names = self.mesh_shape, self.mesh_dim_names
+        if shape is None and names is not None and len(tuple(names)) != 1:
+            raise LayoutError(
+                f"mesh_dim_names={tuple(names)!r} needs mesh_shape, a size for each name; one of "
+                "them may be -1."
+            )
+        self._asked_layout = (
+            None if shape is None and names is None else MeshLayout(shape or (-1,), names)
+        )
+        if self._asked_layout is not None:
+            self._parallelism().dp_dims(self._asked_layout)
+            self._parallelism().tp_dim(self._asked_layout)
+
+    # Begin and end.
+
+    def open(self) -> DistributedRuntime:
+        """Choose the device and make or join the default process group; returns self.
+
+        Talks to every rank where it makes one; to none where it joins one.
+
+        Raises:
+            RuntimeStateError: it is open already.
+            LaunchEnvironmentError: the launch is partly set or contradicts itself, or this host
+                lacks the backend or the device. Before any socket opens.
+            LayoutError: the mesh shape does not fit the world. Before any socket opens.
+            RendezvousTimeoutError: ranks did not come; names them, on every rank that did.
+            RankDisagreementError: the ranks ask for different things; on every rank.
+            GroupConflictError: the group that is there is not the one asked for.
+        """
+        if self._state is State.OPEN:
+            raise RuntimeStateError(
+                "This runtime is open already; close() it first, or use the one you have."
+            )
+        there = world.find(self._request)
+        environment = self._detect(there)
+        layout, parallelism = self._resolve(environment.world_size)
+        place = Place.of(environment.rank, layout, parallelism)
+        if there is None and environment.reason:
+            log.info("starting a world of 1: %s", environment.reason)
+        life = there or world.make(self._request, environment, layout)
+        life.hold(self)
+        device_type = self.device_type or life.device.type
+        self._world, self._place = life, place
+        self._cache = life.take_cache(layout, device_type)
+        self._state = State.OPEN
+        _open.append(self)
+        return self
+
+    def close(self, *, abort: bool = False) -> None:
+        """Give back exactly what ``open`` acquired. Waits for no rank; may be called twice.
+
+        Args:
+            abort: something failed, so peers may be stuck inside a collective: NCCL groups are
+                aborted, which does not wait for them, in place of destroyed.
+        """
+        if self._state is not State.OPEN or self._world is None or self._cache is None:
+            return
+        life, cache = self._world, self._cache
+        self._state, self._world, self._cache = State.CLOSED, None, None
+        self._submeshes.clear()
+        self._groups.clear()
+        _open.remove(self)
+        with contextlib.ExitStack() as steps:
+            steps.callback(life.leave, self, abort=abort)
+            steps.callback(life.give_cache, cache)
+
+    def __enter__(self) -> DistributedRuntime:
+        return self.open()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        error.add_note(f"[distctx] {self._who()} on {socket.gethostname()}, pid {os.getpid()}")
+        try:
+            self.close(abort=True)
+        except Exception as failure:
+            error.add_note(f"[distctx] and closing failed: {type(failure).__name__}: {failure}")
+
+    @property
+    def state(self) -> State:
+        """UNOPENED, OPEN or CLOSED. Talks to nobody."""
+        return self._state
+
+    @property
+    def owns_process_group(self) -> bool:
+        """Whether closing this runtime now would destroy the process group. Talks to nobody."""
+        return self._world is not None and self._world.would_end_with(self)
+
+    # Who this is.
+
+    @property
+    def rank(self) -> int:
+        """Which process of the world this is, from 0. Talks to nobody."""
+        return self._known_place().rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the world has. Talks to nobody."""
+        return self._known_place().world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Which process of its host this is, from 0. Talks to nobody.
+
+        Raises:
+            RuntimeStateError: the launcher does not say; the ranks find out when they open.
+        """
+        local_rank = self.environment.local_rank
+        if local_rank is None:
+            raise RuntimeStateError(
+                "The launcher does not say which rank of its host this is (LOCAL_RANK is not set), "
+                "and only ranks that start their world together find out: set LOCAL_RANK, or open "
+                "a "
+                "runtime that makes the process group."
+            )
+        return local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0. Talks to nobody."""
+        return self.rank == 0
+
+    @property
+    def environment(self) -> LaunchEnvironment:
+        """What the launcher said; with what the ranks found out, once open. Talks to nobody."""
+        return self._detect(self._world)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process. Talks to nobody.
+
+        Raises:
+            RuntimeStateError: not open.
+        """
+        return self._life("device").device
+
+    @property
+    def backend(self) -> str:
+        """The backend of the process group. Talks to nobody.
+
+        Raises:
+            RuntimeStateError: not open.
+        """
+        return self._life("backend").backend
+
+    # Where it sits.
+
+    @property
+    def layout(self) -> MeshLayout:
+        """The layout, with every size known. Talks to nobody; there before opening too."""
+        return self._known_place().layout
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's index along each dim. Talks to nobody; there before opening too."""
+        return self._known_place().coordinate
+
+    def size(self, *dims: Dim) -> int:
+        """The number of ranks in a group along ``dims``; no dims: the world. Talks to nobody."""
+        return self.layout.size(*dims)
+
+    def index(self, *dims: Dim) -> int:
+        """This rank's index in its group along ``dims``; several dims count as one, row-major in
+        the order given; no dims: the rank. Talks to nobody."""
+        return self.layout.index(self.rank, *dims)
+
+    def ranks(self, *dims: Dim) -> tuple[int, ...]:
+        """The ranks of this rank's group along ``dims``; no dims: all. Talks to nobody."""
+        return self.layout.ranks(self.rank, *dims)
+
+    @property
+    def dp_partition(self) -> Partition:
+        """Which share of the data is this rank's. Talks to nobody; there before opening too.
+
+        Raises:
+            LayoutError: nothing says which dims split the data.
+        """
+        place = self._place or self._known_place()
+        partition = place.dp_partition
+        if partition is None:
+            raise place.no_partition()
+        return partition
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks share one tensor. Talks to nobody; there before opening too."""
+        return (self._place or self._known_place()).tp_size
+
+    # The mesh: these talk to every rank, the first time.
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The DeviceMesh of all dims. The first touch of it, of ``submesh`` or of ``group`` talks
+        to every rank, and every rank must come; after that it is the same object and talks to
+        nobody.
+
+        Raises:
+            RuntimeStateError: not open.
+            RendezvousTimeoutError: some ranks did not come here; names them.
+            RankDisagreementError: the ranks came for different things.
+        """
+        return self._built("mesh").root()
+
+    def submesh(self, *dims: Dim) -> DeviceMesh:
+        """The mesh along ``dims``, in mesh order; no dims: the mesh. Talks to every rank at first
+        use.
+
+        Raises:
+            LayoutError: no such dim, or not in mesh order.
+            RuntimeStateError: not open.
+        """
+        found = self._submeshes.get(dims)
+        if found is None:
+            cache = self._built(f"submesh{dims}")
+            found = self._submeshes[dims] = cache.submesh(self._in_order(dims))
+        return found
+
+    def group(self, *dims: Dim) -> Any:
+        """The process group along ``dims``; several: the one that spans them; no dims: WORLD.
+        Talks to every rank at first use.
+
+        Raises:
+            LayoutError: no such dim, or not in mesh order.
+            RuntimeStateError: not open.
+        """
+        found = self._groups.get(dims)
+        if found is None:
+            cache = self._built(f"group{dims}")
+            found = cache.group(self._in_order(dims)) if dims else self._life("group").group
+            self._groups[dims] = found
+        return found
+
+    # Waiting for each other.
+
+    def barrier(self) -> None:
+        """Wait for every rank, for at most the group's timeout. Talks to every rank."""
+        sync.barrier(self._life("barrier()"))
+
+    def main_first(self, *, local: bool = False) -> contextlib.AbstractContextManager[None]:
+        """A block that the main rank runs first, and the others when it is done. Talks to every
+        rank.
+
+        No collective is open meanwhile, so a long body trips no timeout of the group.
+
+        Args:
+            local: the first rank of each host goes first, in place of rank 0.
+
+        Raises:
+            RemoteRankError: the one that goes first failed in its body; raised on the others.
+            RendezvousTimeoutError: it gave no sign of life for the group's timeout.
+
+        Example:
+            >>> with DistributedRuntime() as rt, rt.main_first():
+            ...     print("rank", rt.rank, "prepares the data, the others find it ready")
+            rank 0 prepares the data, the others find it ready
+        """
+        life = self._life("main_first()")
+        if local:
+            _ = self.local_rank
+        return sync.first(life, local)
+
+    # For people.
+
+    def describe(self, rank: int | None = None) -> display.Description:
+        """What a person wants to know of a rank: its coordinate, its groups, its share. Talks to
+        nobody.
+
+        Args:
+            rank: of whom; None: of this one.
+        """
+        return display.describe(self, rank)
+
+    def __repr__(self) -> str:
+        return f"DistributedRuntime({self._summary()})"
+
+    def __dir__(self) -> Iterator[str]:
+        # Completion and variable panes read every name they find here, and reading `mesh` builds
+        # it.
+        hidden = () if self._cache is not None and self._cache.is_built else ("mesh",)
+        return (name for name in object.__dir__(self) if name not in hidden)
+
+    # Within.
+
+    def _parallelism(self) -> Parallelism:
+        return Parallelism(
+            self.dp_mesh_dim,
+            self.tp_mesh_dim,
+            self.sharded_by_data_parallel,
+            self.tensor_parallel_enabled,
+        )
+
+    def _detect(self, life: world.World | None) -> LaunchEnvironment:
+        if life is not None:
+            return life.environment
+        return LaunchEnvironment.detect(
+            rank=self._rank,
+            world_size=self._world_size,
+            init_method=self.init_method,
+            has_store=self.store is not None,
+        )
+
+    def _resolve(self, world_size: int) -> tuple[MeshLayout, Parallelism]:
+        """The layout for a world, and what splits what; both the open runtime's where none is
+        asked."""
+        outer = next((rt for rt in reversed(_open) if rt is not self), None)
+        if self._asked_layout is None and outer is not None and outer._place is not None:
+            own, outers = self._parallelism(), outer._parallelism()
+            if own.dp_mesh_dim is None:
+                own = attrs.evolve(own, dp_mesh_dim=outers.dp_mesh_dim)
+            if own.tp_mesh_dim is None:
+                own = attrs.evolve(own, tp_mesh_dim=outers.tp_mesh_dim)
+            return outer._place.layout, own
+        layout = self._asked_layout or MeshLayout((-1,))
+        return layout.resolve(world_size), self._parallelism()
+
+    def _known_place(self) -> Place:
+        """The place of this rank: of the life that is or was, else of the one that would be."""
+        if self._place is not None:
+            return self._place
+        environment = self._detect(world.current())
+        layout, parallelism = self._resolve(environment.world_size)
+        return Place.of(environment.rank, layout, parallelism)
+
+    def _place_of(self, rank: int | None) -> Place:
+        """The place of any rank of the world; None: of this one."""
+        own = self._known_place()
+        if rank is None or rank == own.rank:
+            return own
+        return Place.of(rank, own.layout, self._resolve(own.world_size)[1])
+
+    def _life(self, what: str) -> world.World:
+        if self._world is None:
+            self._refuse(what)
+        return self._world
+
+    def _built(self, what: str) -> MeshCache:
+        if self._cache is None:
+            self._refuse(what)
+        return self._cache
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeStateError(
+            f"{what} needs an open runtime, and this one is {self._state.value}; ask inside "
+            "`with rt:`, or after rt.open()."
+        )
+
+    def _in_order(self, dims: tuple[Dim, ...]) -> tuple[int, ...]:
+        indices = self.layout.dims(dims)
+        if list(indices) != sorted(indices):
+            raise LayoutError(
+                f"dims {dims} are not in the order of the mesh; pass "
+                f"{tuple(self.layout.dim_names[i] for i in sorted(indices))}."
+            )
+        return indices
+
+    def _who(self) -> str:
+        return display.who(self._known_place())
+
+    def _summary(self) -> str:
+        return display.summary(
+            self._state.value,
+            self._place or display.attempt(self._known_place),
+            self._world,
+            owns=self.owns_process_group,
+            built=self._cache is not None and self._cache.is_built,
+        )

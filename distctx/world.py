@@ -1,0 +1,355 @@
+"""One life of the default process group: made or joined, held, ended by its last holder."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from distctx import _torch
+from distctx.devices import (
+    binds_device,
+    check_backend,
+    choose_device,
+    current_device,
+    default_backend,
+    device_type_of,
+    same_backend,
+    use_device,
+)
+from distctx.environment import LaunchEnvironment
+from distctx.exceptions import (
+    GroupConflictError,
+    LaunchEnvironmentError,
+    RuntimeStateError,
+)
+from distctx.layout import MeshLayout
+from distctx.mesh_cache import MeshCache
+from distctx.rendezvous import meet
+from distctx.stores import HashStore, PrefixStore, Store, open_store
+
+__all__ = ["Request", "World", "current", "find", "make"]
+
+log = logging.getLogger("distctx")
+
+#: Seconds that an abort may take before the groups are left to the end of the process.
+_ABORT_BOUND = 30.0
+
+_current: World | None = None
+
+
+@attrs.frozen
+class Request:
+    """What a runtime asks of the world it opens.
+
+    ``backend``, ``rank``, ``world_size`` and ``device`` are what the caller said, None where
+    nothing was; a world that is there already is checked against just these.
+    """
+
+    backend: str | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    device: torch.device | None = None
+    device_type: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+    rendezvous_timeout: timedelta | None = None
+    store: Store | None = None
+    pg_options: Any = None
+
+
+@attrs.define(eq=False)
+class World:
+    """A default process group and everything that was built on it."""
+
+    group: Any
+    rank: int
+    world_size: int
+    backend: str
+    device: torch.device
+    environment: LaunchEnvironment
+    owned: bool
+    timeout: timedelta
+    rendezvous_timeout: timedelta
+    store: Store | None
+    place: str
+
+    turns: int = attrs.field(init=False, default=0)
+    _holders: list[object] = attrs.field(init=False, factory=list)
+    _caches: dict[tuple[MeshLayout, str], MeshCache] = attrs.field(init=False, factory=dict)
+    _undo: contextlib.ExitStack = attrs.field(init=False, factory=contextlib.ExitStack)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this is still the default group: its owner may have destroyed it meanwhile."""
+        return dist.is_initialized() and dist.group.WORLD is self.group
+
+    def meet(self, purpose: str, wants: Mapping[str, Any]) -> str:
+        """Wait until every rank is here for the same; a word for it. Talks to every rank."""
+        if not self.is_alive:
+            raise RuntimeStateError(
+                "The process group of this runtime was destroyed by somebody else; close the "
+                "runtime and open it again."
+            )
+        if self.store is None or self.world_size == 1:
+            return secrets.token_hex(4)
+        lobby = PrefixStore("touch", self.store)
+        meeting = meet(
+            lobby,
+            self.rank,
+            self.world_size,
+            wants,
+            self.rendezvous_timeout,
+            place=self.place,
+            purpose=purpose,
+        )
+        return meeting.token
+
+    def take_cache(self, layout: MeshLayout, device_type: str) -> MeshCache:
+        """What is built of a layout here, shared by all who hold it."""
+        key = (layout, device_type)
+        if key not in self._caches:
+            self._caches[key] = MeshCache(self, layout, device_type, self.timeout)
+        self._caches[key].holders += 1
+        return self._caches[key]
+
+    def give_cache(self, cache: MeshCache) -> None:
+        """The counterpart of ``take_cache``; the last one destroys what was built."""
+        cache.holders -= 1
+        if cache.holders == 0:
+            self._caches.pop((cache.layout, cache.device_type), None)
+            cache.release()
+
+    def hold(self, holder: object) -> None:
+        """Keep this world until ``leave``."""
+        self._holders.append(holder)
+
+    def would_end_with(self, holder: object) -> bool:
+        """Whether this world ends when ``holder`` leaves."""
+        return self.owned and self._holders == [holder]
+
+    def leave(self, holder: object, *, abort: bool) -> None:
+        """Let go; the last holder ends a world that distctx made. Talks to nobody, waits for
+        nobody."""
+        global _current
+        self._holders.remove(holder)
+        if self._holders:
+            return
+        if _current is self:
+            _current = None
+        with self._undo:
+            if self.owned and self.is_alive:
+                _end(self.backend, abort)
+
+
+def current() -> World | None:
+    """The world that distctx knows here, if it is still there."""
+    return _current if _current is not None and _current.is_alive else None
+
+
+def find(request: Request) -> World | None:
+    """The world that is there already, checked against ``request``; None where there is none.
+
+    Talks to nobody.
+
+    Raises:
+        GroupConflictError: it is not what was asked for.
+    """
+    global _current
+    if not dist.is_initialized():
+        return None
+    world = current() or _adopt(request)
+    _check(world, request)
+    _current = world
+    return world
+
+
+def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -> World:
+    """Start a world: meet, choose the device, make the default group. Talks to every rank."""
+    global _current
+    _current = _make(request, environment, layout)
+    return _current
+
+
+def _make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -> World:
+    backend = request.backend or default_backend(request.device_type)
+    check_backend(backend)
+    device_type = request.device_type or device_type_of(backend)
+    timeout = request.timeout or _torch.default_timeout(backend)
+    rendezvous_timeout = request.rendezvous_timeout or timeout
+    fake = backend == "fake"
+    device = None
+    if environment.local_rank is not None or device_type == "cpu" or request.device or fake:
+        device = choose_device(device_type, environment, request.device, fake)
+    token, store, place = secrets.token_hex(4), None, "this process"
+    base: Store
+    if fake:
+        base = _torch.fake_store()
+    elif environment.world_size == 1 and not request.store and request.init_method is None:
+        base = HashStore()
+    else:
+        if request.store is None:
+            base, place = open_store(environment, request.init_method, rendezvous_timeout)
+            base.set_timeout(timeout)
+        else:
+            base, place = request.store, type(request.store).__name__
+        meeting = meet(
+            PrefixStore("distctx", base),
+            environment.rank,
+            environment.world_size,
+            {
+                "backend": backend,
+                "mesh_shape": list(layout.shape),
+                "mesh_dim_names": list(layout.dim_names),
+            },
+            rendezvous_timeout,
+            place=place,
+            purpose="to start the world",
+            need_local=environment.local_rank is None,
+        )
+        token, base = meeting.token, meeting.store
+        store = base
+        if meeting.local is not None:
+            environment = attrs.evolve(
+                environment, local_rank=meeting.local[0], local_world_size=meeting.local[1]
+            )
+    device = device or choose_device(device_type, environment, request.device, fake)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(use_device(device))
+        _init(request, backend, device, environment, base, token, timeout, undo)
+        world = World(
+            group=dist.group.WORLD,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            backend=backend,
+            device=device,
+            environment=environment,
+            owned=True,
+            timeout=timeout,
+            rendezvous_timeout=rendezvous_timeout,
+            store=store,
+            place=place,
+        )
+        world._undo = undo.pop_all()
+    return world
+
+
+def _init(
+    request: Request,
+    backend: str,
+    device: torch.device,
+    environment: LaunchEnvironment,
+    base: Store,
+    token: str,
+    timeout: timedelta,
+    undo: contextlib.ExitStack,
+) -> None:
+    """torch's own start, with the names of its groups moved on and its excepthook taken off
+    again."""
+    arguments: dict[str, Any] = {"pg_options": request.pg_options} if request.pg_options else {}
+    if binds_device(backend, device):
+        arguments["device_id"] = device
+    hook = sys.excepthook
+    try:
+        _torch.move_group_names(token)
+        dist.init_process_group(
+            backend=backend,
+            store=PrefixStore("group", base) if backend != "fake" else base,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+            **arguments,
+        )
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _torch.move_group_names("")
+        sys.excepthook = hook
+        raise
+    undo.callback(_put_back_excepthook, hook, sys.excepthook)
+
+
+def _put_back_excepthook(before: Any, torchs: Any) -> None:
+    """torch wraps the hook at each start and never unwraps it. One that came later is left
+    alone."""
+    if sys.excepthook is torchs:
+        sys.excepthook = before
+
+
+def _end(backend: str, abort: bool) -> None:
+    """End the default group. With NCCL, a failing rank aborts: destroying can wait for its
+    peers."""
+    if abort and "nccl" in backend:
+        if not _torch.abort_world(_ABORT_BOUND):
+            log.warning(
+                "the NCCL groups could not be aborted within %g s; left alone", _ABORT_BOUND
+            )
+        return
+    dist.destroy_process_group()
+
+
+def _adopt(request: Request) -> World:
+    """A default group that is there already, made by somebody else. Talks to nobody."""
+    group = dist.group.WORLD
+    backend = str(dist.get_backend(group))
+    if backend in ("undefined", "custom"):
+        backend = dist.get_backend_config(group)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        environment = LaunchEnvironment.detect(rank=rank, world_size=world_size, has_store=True)
+    except LaunchEnvironmentError:
+        environment = LaunchEnvironment("none", rank, world_size)
+    device_type = request.device_type or device_type_of(backend)
+    bound = getattr(group, "bound_device_id", None)
+    if request.device is not None:
+        device = request.device
+    elif bound is not None and bound.type == device_type:
+        device = bound
+    else:
+        device = current_device(device_type)
+    timeout = request.timeout or _torch.group_timeout(group) or _torch.default_timeout(backend)
+    store = _torch.default_store() if backend != "fake" else None
+    return World(
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        backend=backend,
+        device=device,
+        environment=environment,
+        owned=False,
+        timeout=timeout,
+        rendezvous_timeout=request.rendezvous_timeout or timeout,
+        store=None if store is None else PrefixStore("distctx", store),
+        place="the store of the group that was there",
+    )
+
+
+def _check(world: World, request: Request) -> None:
+    """Hold a world that is there against what was asked for."""
+    wrong = [
+        f"{name}: got {got!r}, wanted {wanted!r}"
+        for name, got, wanted in (
+            ("world_size", world.world_size, request.world_size),
+            ("rank", world.rank, request.rank),
+        )
+        if wanted is not None and wanted != got
+    ]
+    if request.backend is not None and not same_backend(request.backend, world.backend):
+        wrong.append(f"backend: got {world.backend!r}, wanted {request.backend!r}")
+    bound = getattr(world.group, "bound_device_id", None) or (world.device if world.owned else None)
+    if request.device is not None and bound is not None and request.device != bound:
+        wrong.append(f"device: got {str(bound)!r}, wanted {str(request.device)!r}")
+    if wrong:
+        raise GroupConflictError(
+            "The process group that is initialised already is not the one asked for; "
+            + "; ".join(wrong)
+            + ". Leave these arguments out to join it as it is, or destroy it first."
+        )
