@@ -62,9 +62,7 @@ def names_groups() -> bool:
     )
 
 
-def named_group(
-    ranks: Sequence[int], name: str, timeout: timedelta, description: str
-) -> Any:
+def named_group(ranks: Sequence[int], name: str, timeout: timedelta, description: str) -> Any:
     """A group of ``ranks``, made by its members alone, under ``name``. Talks to the members.
 
     Public ``new_group`` must be called by every rank for every group, which costs each rank as many

@@ -55,6 +55,8 @@ def _backend_map(backend: str) -> dict[str, str]:
 
 def device_type_of(backend: str) -> str:
     """The device type a backend is for: its accelerator where it has one; ``fake``: cpu."""
+    if backend == "fake":
+        return "cpu"  # torch's map has it for types that it never saw
     devices = list(_backend_map(backend))
     if not devices:
         devices = [

@@ -119,8 +119,9 @@ def draw(
                 base = (block * down + row) * right
                 line += " ".join(cell(base, column) for column in columns)
             lines.append(line.rstrip())
-    title = " × ".join(f"{n}={s}" for n, s in zip(names, layout.shape, strict=True))
-    picture = [f"{title}: {layout.world_size} ranks", "", *lines]
+    plural = "s" if layout.world_size > 1 else ""
+    title = " × ".join(f"{n}={size}" for n, size in zip(names, layout.shape, strict=True))
+    picture = [f"{title}: {layout.world_size} rank{plural}", "", *lines]
     if coordinate is not None and rank is not None:
         picture += ["", f"[{rank}] rank {rank} at {place_name(layout, coordinate)}"]
     if groups:

@@ -50,10 +50,11 @@ class LaunchEnvironment:
             rank has to.
         sources: where each value came from, by attribute.
         reason: why this is no launch; empty where it is one.
+        is_doubtful: this is no launch, but something says that more processes were meant.
 
     Example:
         >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5",
-        ...         "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "4711"}
+        ...         "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
         >>> env = LaunchEnvironment.detect(srun)
         >>> env.rank, env.world_size, env.local_rank, env.master_addr, env.launcher
         (5, 8, 1, 'gpu07', 'slurm')
@@ -70,6 +71,7 @@ class LaunchEnvironment:
     store_is_served: bool = False
     sources: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
     reason: str = attrs.field(default="", eq=False, repr=False)
+    is_doubtful: bool = attrs.field(default=False, eq=False, repr=False)
 
     @classmethod
     def detect(
@@ -79,7 +81,7 @@ class LaunchEnvironment:
         rank: int | None = None,
         world_size: int | None = None,
         init_method: str | None = None,
-        has_store: bool = False,
+        needs_address: bool = True,
     ) -> LaunchEnvironment:
         """Read the launch from ``environ``, with the arguments on top. Talks to nobody.
 
@@ -89,7 +91,8 @@ class LaunchEnvironment:
             world_size: the number of processes, over what the launcher says.
             init_method: torch's URL for the meeting place; ``?rank=…&world_size=…`` in it counts as
                 those arguments. None or ``env://``: the address comes from the launcher.
-            has_store: the ranks meet in a store of the caller's, so no address is needed.
+            needs_address: False: the ranks do not meet by address (they have a store already, or do
+                not meet at all), so it may be absent.
 
         Raises:
             LaunchEnvironmentError: the launch is partly set, a value is no number, the rank is
@@ -103,14 +106,18 @@ class LaunchEnvironment:
         ]
         if not arguments and not layers:
             sources = dict.fromkeys(_ALONE, "no launcher")
-            return cls("none", 0, 1, 0, 1, 0, sources=sources, reason=_why_no_launch(environ))
+            reason, doubtful = _why_no_launch(environ)
+            return cls("none", 0, 1, 0, 1, 0, sources=sources, reason=reason, is_doubtful=doubtful)
         found, launcher = _merge(arguments, layers)
         if found["world_size"].value == 1:
             found = {name: Value(value, "a world of 1") for name, value in _ALONE.items()} | found
-        if found["world_size"].value == 1 or has_store or init_method not in (None, "env://"):
-            found = {name: value for name, value in found.items() if not name.startswith("master")}
-        else:
-            found |= _address(environ, found, launcher)
+        elsewhere = found["world_size"].value == 1 or init_method not in (None, "env://")
+        address, faults = _address(environ, found, launcher)
+        if needs_address and not elsewhere:
+            _raise(faults)
+        found = {name: value for name, value in found.items() if not name.startswith("master")}
+        if not elsewhere and not faults:
+            found |= address
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             launcher,
@@ -125,8 +132,8 @@ def _raise(faults: list[str]) -> None:
         raise LaunchEnvironmentError(
             "The launch environment is not right:\n"
             + "".join(f"  - {fault}\n" for fault in faults)
-            + "Correct or unset these, or pass rank= and world_size=; `python -m distctx env` shows "
-            "where each value comes from."
+            + "Correct or unset these, or pass rank= and world_size=; `python -m distctx env` "
+            "shows all that is set."
         )
 
 
@@ -209,7 +216,9 @@ def _merge(arguments: Mapping[str, Value], layers: list[Layer]) -> tuple[dict[st
     return found, name
 
 
-def _address(environ: Environ, found: Mapping[str, Value], launcher: str) -> dict[str, Value]:
+def _address(
+    environ: Environ, found: Mapping[str, Value], launcher: str
+) -> tuple[dict[str, Value], list[str]]:
     """MASTER_ADDR and MASTER_PORT where they are set, else what the launcher's own variables
     yield."""
     told = Layer(
@@ -235,22 +244,25 @@ def _address(environ: Environ, found: Mapping[str, Value], launcher: str) -> dic
             f"{size.source}={size.value} "
             f"is more than 1: {how}"
         )
-    _raise(told.faults)
-    return told.values
+    return told.values, told.faults
 
 
-def _why_no_launch(environ: Environ) -> str:
-    set_ = [
+def _why_no_launch(environ: Environ) -> tuple[str, bool]:
+    """Why this is a world of 1, and whether that is doubtful."""
+    given = [
         f"{name}={environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)
     ]
-    if "SLURM_JOB_ID" in environ:
-        tasks = environ.get("SLURM_NTASKS")
+    if job := environ.get("SLURM_JOB_ID"):
+        tasks = environ.get("SLURM_NTASKS", "1")
         return (
-            f"this is SLURM job {environ['SLURM_JOB_ID']}, but not a step of it that srun started"
-            + (f" (the job has SLURM_NTASKS={tasks})" if tasks else "")
-            + ": start the program with srun or torchrun to use more processes"
+            f"this is SLURM job {job} (SLURM_NTASKS={tasks}), but not a step of it that srun started; "
+            "start the program with srun or torchrun to use more processes",
+            tasks != "1",
         )
-    if set_:
-        there = " and ".join(set_)
-        return f"{there} is set, but neither RANK nor WORLD_SIZE, so nothing says this is one of many"
-    return "no launcher has set RANK and WORLD_SIZE, and no MPI or SLURM step is there"
+    if given:
+        there = " and ".join(given)
+        return (
+            f"{there} is set, but neither RANK nor WORLD_SIZE: nothing says that there are more",
+            True,
+        )
+    return "no launcher has set RANK and WORLD_SIZE, and no MPI or SLURM step is there", False

@@ -18,12 +18,25 @@ __all__ = [
     "first_host",
     "misfits",
     "read_layer",
+    "variables",
 ]
 
 Environ = Mapping[str, str]
 
 #: torch's own default port, for an MPI that gives its job no id (MPICH's Hydra).
 _DEFAULT_PORT = 29500
+
+#: What is read beside each launcher's table below.
+_ALSO_READ = (
+    "OMPI_MCA_ess_base_jobid",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+    "SLURM_JOB_ID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
 
 #: slurm.h's ids of the interactive step and of the batch script, as SLURM_STEP_ID shows them.
 _SLURM_SHELL_STEPS = ("4294967290", "4294967291")
@@ -79,6 +92,14 @@ def read_layer(launcher: Launcher, environ: Environ) -> Layer:
     launcher.derive(layer, environ)
     layer.faults += misfits(layer.values)
     return layer
+
+
+def variables(environ: Environ) -> dict[str, str]:
+    """The variables that are set and that a launch is read from."""
+    known = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", *_ALSO_READ]
+    for launcher in LAUNCHERS:
+        known += launcher.variables.values()
+    return {name: environ[name] for name in known if name in environ}
 
 
 def misfits(values: Mapping[str, Value]) -> list[str]:

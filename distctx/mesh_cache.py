@@ -131,7 +131,8 @@ class MeshCache:
             group = mesh.get_group(dim)
             if group is not dist.group.WORLD:
                 self._made.append(group)
-                _torch.set_group_timeout(group, self.timeout)
+                if self.world.backend != "fake":
+                    _torch.set_group_timeout(group, self.timeout)
         return mesh
 
     def _build_spanning(self, token: str, dims: tuple[int, ...], ranks: tuple[int, ...]) -> Any:

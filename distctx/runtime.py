@@ -178,11 +178,12 @@ class DistributedRuntime:
                 "This runtime is open already; close() it first, or use the one you have."
             )
         there = world.find(self._request)
-        environment = self._detect(there)
+        environment = self._detect(there, needs_address=True)
         layout, parallelism = self._resolve(environment.world_size)
         place = Place.of(environment.rank, layout, parallelism)
         if there is None and environment.reason:
-            log.info("starting a world of 1: %s", environment.reason)
+            level = logging.WARNING if environment.is_doubtful else logging.INFO
+            log.log(level, "starting a world of 1: %s", environment.reason)
         life = there or world.make(self._request, environment, layout)
         life.hold(self)
         device_type = self.device_type or life.device.type
@@ -441,14 +442,16 @@ class DistributedRuntime:
             self.tensor_parallel_enabled,
         )
 
-    def _detect(self, life: world.World | None) -> LaunchEnvironment:
+    def _detect(
+        self, life: world.World | None, *, needs_address: bool = False
+    ) -> LaunchEnvironment:
         if life is not None:
             return life.environment
         return LaunchEnvironment.detect(
             rank=self._rank,
             world_size=self._world_size,
             init_method=self.init_method,
-            has_store=self.store is not None,
+            needs_address=needs_address and self.store is None and self._request.backend != "fake",
         )
 
     def _resolve(self, world_size: int) -> tuple[MeshLayout, Parallelism]:

@@ -304,7 +304,9 @@ def _adopt(request: Request) -> World:
         backend = dist.get_backend_config(group)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
-        environment = LaunchEnvironment.detect(rank=rank, world_size=world_size, has_store=True)
+        environment = LaunchEnvironment.detect(
+            rank=rank, world_size=world_size, needs_address=False
+        )
     except LaunchEnvironmentError:
         environment = LaunchEnvironment("none", rank, world_size)
     device_type = request.device_type or device_type_of(backend)

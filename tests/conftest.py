@@ -1,0 +1,30 @@
+"""Every test starts and ends without a process group."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from launch import LAUNCH_VARIABLES
+
+
+@pytest.fixture(autouse=True)
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launch around the test, and no process group, hook or open runtime left behind by it."""
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    hook = sys.excepthook
+    yield
+    left = []
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            left.append("a process group")
+            dist.destroy_process_group()
+    if sys.excepthook is not hook:
+        left.append("another sys.excepthook")
+        sys.excepthook = hook
+    assert not left, f"the test left behind: {', '.join(left)}"
