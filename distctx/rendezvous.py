@@ -42,6 +42,9 @@ _FARTHEST = 64
 
 _GO = "go"
 
+#: How a rank stands to the newest room: not in it; in it; kept out, since its rank is taken there.
+_OUTSIDE, _INSIDE, _REFUSED = "outside", "inside", "refused"
+
 
 @attrs.frozen
 class Meeting:
@@ -156,7 +159,7 @@ class _Guest:
                 if self.lobby.add("rooms", 0) != number:
                     # Another process opened the next one as rank 0. It is told, and so are all.
                     self._room(number + 1).set("twice", self.card)
-                    raise self._rank_is_taken(peek(self._room(number + 1), "rank/0"))
+                    raise self._rank_is_taken(self._room(number + 1))
                 if peek(room, "twice"):
                     return self._settle(room, TWICE)
                 if verdict := peek(room, "verdict"):
@@ -170,22 +173,23 @@ class _Guest:
 
     def find_room(self) -> Meeting:
         """Every other rank's way: follow the newest room, arrive in it, wait for its verdict."""
-        number, room, held = 0, self._room(0), False
+        number, room, standing = 0, self._room(0), _OUTSIDE
         pauses = backoff()
         while True:
             newest = self.lobby.add("rooms", 0)
             if newest != number:
-                if held and (verdict := peek(room, "verdict")):
-                    return self._obey(room, verdict)
-                number, room = newest, self._room(newest)
-                held = peek(room, "verdict") is None and self._arrive(room)
-            with self._withdrawing_if_interrupted(room if held else None):
-                if held and (verdict := peek(room, "verdict")):
-                    return self._obey(room, verdict)
+                if standing != _OUTSIDE and (verdict := peek(room, "verdict")):
+                    return self._obey(room, verdict, standing)
+                number, room, standing = newest, self._room(newest), _OUTSIDE
+                if peek(room, "verdict") is None:
+                    standing = _INSIDE if self._arrive(room) else _REFUSED
+            with self._withdrawing_if_interrupted(room if standing == _INSIDE else None):
+                if standing != _OUTSIDE and (verdict := peek(room, "verdict")):
+                    return self._obey(room, verdict, standing)
                 if self._left() <= 0:
-                    if held:
-                        return self._settle(room, GAVE_UP)
-                    raise self._not_let_in(room)
+                    if standing == _OUTSIDE:
+                        raise self._not_let_in(room)
+                    return self._settle(room, GAVE_UP if standing == _INSIDE else TWICE, standing)
                 self._sleep(next(pauses))
 
     def _room(self, number: int) -> Store:
@@ -225,7 +229,7 @@ class _Guest:
 
     # How it ends: one rank settles the room, the others obey.
 
-    def _settle(self, room: Store, kind: str) -> Meeting:
+    def _settle(self, room: Store, kind: str, standing: str = _INSIDE) -> Meeting:
         """Settle the room, unless somebody was faster; returns or raises what came of it."""
         verdict = f"{kind}/{secrets.token_hex(4)}"
         if kind == _GO and peek(room, "need_local"):
@@ -233,9 +237,11 @@ class _Guest:
         said = room.compare_set("verdict", "", verdict).decode()
         if said == verdict and kind != _GO:
             room.set("report", json.dumps(self._look_around(room)))
-        return self._obey(room, said)
+        return self._obey(room, said, standing)
 
-    def _obey(self, room: Store, verdict: str) -> Meeting:
+    def _obey(self, room: Store, verdict: str, standing: str = _INSIDE) -> Meeting:
+        if standing == _REFUSED:
+            raise self._rank_is_taken(room)
         kind, _, token = verdict.partition("/")
         if kind == _GO:
             local = peek(room, f"local/{self.rank}") if self.need_local else None
@@ -305,7 +311,8 @@ class _Guest:
         report: dict[str, Any] = json.loads(text) if text else {}
         return report
 
-    def _rank_is_taken(self, other: str | None) -> RendezvousError:
+    def _rank_is_taken(self, room: Store) -> RendezvousError:
+        other = peek(room, f"rank/{self.rank}")
         who = name_of(json.loads(other)) if other else "another process"
         return RendezvousError(
             f"Two processes claim rank {self.rank} of {self.world_size} at {self.place}: "
@@ -314,16 +321,14 @@ class _Guest:
         )
 
     def _not_let_in(self, room: Store) -> DistctxError:
-        """Time is over and this rank is in no room."""
-        seconds = self.timeout.total_seconds()
-        holder, verdict = peek(room, f"rank/{self.rank}"), peek(room, "verdict")
-        if holder is not None:
-            return self._rank_is_taken(holder)
+        """Time is over, and no room was open to this rank: rank 0 opens them."""
+        verdict = peek(room, "verdict") or ""
         late = (
             " The others met there before and gave up; this rank came too late."
-            if verdict and verdict.startswith(GAVE_UP)
+            if verdict.startswith(GAVE_UP)
             else ""
         )
+        seconds = self.timeout.total_seconds()
         return RendezvousTimeoutError(
             f"Rank 0 did not come {self.purpose} within {seconds:g} s at {self.place}; without it "
             f"nothing is known of the other ranks.{late} Check that rank 0 was started, is alive, "

@@ -24,7 +24,8 @@ __all__ = ["barrier", "first"]
 
 log = logging.getLogger("distctx")
 
-#: Seconds between two signs of life from the rank that goes first.
+#: Seconds between two signs of life from the rank that goes first, at the most; of a group's timeout,
+#: a quarter.
 _BEAT = 2.0
 
 
@@ -57,7 +58,7 @@ def first(world: World, local: bool) -> Iterator[None]:
     scope = f"host/{host}" if local else "world"
     turn = PrefixStore(f"first/{world.turns}/{scope}", world.store)
     if leads:
-        with _leading(turn, world.rank):
+        with _leading(turn, world.rank, min(_BEAT, world.timeout.total_seconds() / 4)):
             yield
         return
     _follow(turn, world)
@@ -65,11 +66,11 @@ def first(world: World, local: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _leading(turn: Store, rank: int) -> Iterator[None]:
+def _leading(turn: Store, rank: int, pause: float) -> Iterator[None]:
     done = threading.Event()
 
     def beat() -> None:
-        while not done.wait(_BEAT):
+        while not done.wait(pause):
             try:
                 turn.add("beat", 1)
             except RuntimeError:
