@@ -85,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
         "check",
         help="open a world, exercise group, mesh and collectives, print who sits where",
         description="Open a world and exercise it: the group, the mesh, a collective along every "
-        "mesh dim whose result is checked. Under torchrun, srun or mpirun it uses that world and the "
+        "mesh dim whose result is checked. Under torchrun, srun or mpirun it uses that world and "
+        "the "
         "main rank prints; alone it is a world of 1.",
     )
     check.add_argument(

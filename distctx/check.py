@@ -221,7 +221,8 @@ def _picture(report: dict[str, Any]) -> str:
     header = ("rank", "host", "pid", "device", "coordinate", "dp_partition")
     mesh = " × ".join(f"{name}={size}" for name, size in report["mesh"].items())
     lines = [
-        f"{len(rows)} rank{'s' if len(rows) > 1 else ''}, {report['backend']}, mesh {mesh}, torch {report['torch']}",
+        f"{len(rows)} rank{'s' if len(rows) > 1 else ''}, {report['backend']}, mesh {mesh}, torch "
+        f"{report['torch']}",
         "",
         display.table(rows, header),
         "",

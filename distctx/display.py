@@ -4,7 +4,7 @@ asked."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -13,11 +13,9 @@ from distctx.exceptions import DistctxError
 from distctx.layout import Dim, MeshLayout, Partition
 
 if TYPE_CHECKING:
-    from distctx.place import Place
     from distctx.runtime import DistributedRuntime
-    from distctx.world import World
 
-__all__ = ["Description", "attempt", "describe", "draw", "elide", "summary", "table", "who"]
+__all__ = ["Description", "describe", "draw", "elide", "summary", "table"]
 
 #: What stands for what is left out.
 _DOTS = "…"
@@ -29,12 +27,6 @@ def elide(number: int, room: int) -> list[int | None]:
         return list(range(number))
     head = max(room - 2, 1)
     return [*range(head), None, number - 1]
-
-
-def place_name(layout: MeshLayout, coordinate: Sequence[int]) -> str:
-    """``(dp=2, tp=1)``."""
-    pairs = zip(layout.dim_names, coordinate, strict=True)
-    return f"({', '.join(f'{name}={index}' for name, index in pairs)})"
 
 
 def group_name(members: Sequence[range], room: int = 8) -> str:
@@ -123,7 +115,7 @@ def draw(
     title = " × ".join(f"{n}={size}" for n, size in zip(names, layout.shape, strict=True))
     picture = [f"{title}: {layout.world_size} rank{plural}", "", *lines]
     if coordinate is not None and rank is not None:
-        picture += ["", f"[{rank}] rank {rank} at {place_name(layout, coordinate)}"]
+        picture += ["", f"[{rank}] rank {rank} at {layout.name_of(coordinate)}"]
     if groups:
         picture += ["", *_group_lines(layout, dims, rank)]
     return "\n".join(picture)
@@ -231,26 +223,16 @@ def describe(runtime: DistributedRuntime, rank: int | None) -> Description:
     )
 
 
-def who(place: Place) -> str:
-    """``rank 5/8 at (dp=2, tp=1)``."""
-    return f"rank {place.rank}/{place.world_size} at {place_name(place.layout, place.coordinate)}"
-
-
-def attempt(find: Callable[[], Place]) -> Place | None:
-    """What ``find`` finds, or None where the launch is not right: a repr must not raise."""
+def summary(runtime: DistributedRuntime) -> str:
+    """The inside of a runtime's repr. Raises nothing, whatever the launch is."""
+    parts = [runtime.state.value]
     try:
-        return find()
+        parts.append(str(runtime._known_place()))
     except DistctxError:
-        return None
-
-
-def summary(
-    state: str, place: Place | None, world: World | None, *, owns: bool, built: bool
-) -> str:
-    """The inside of a runtime's repr."""
-    parts = [state, who(place) if place is not None else "rank not known"]
-    if world is not None:
+        parts.append("rank not known")
+    world, cache = runtime._world, runtime._cache
+    if world is not None and cache is not None:
         parts.append(f"{world.backend} on {world.device}")
-        parts.append("owns group" if owns else "shares group")
-        parts.append("mesh built" if built else "mesh not built")
+        parts.append("owns group" if runtime.owns_process_group else "shares group")
+        parts.append("mesh built" if cache.is_built else "mesh not built")
     return ", ".join(parts)

@@ -255,7 +255,8 @@ def _why_no_launch(environ: Environ) -> tuple[str, bool]:
     if job := environ.get("SLURM_JOB_ID"):
         tasks = environ.get("SLURM_NTASKS", "1")
         return (
-            f"this is SLURM job {job} (SLURM_NTASKS={tasks}), but not a step of it that srun started; "
+            f"this is SLURM job {job} (SLURM_NTASKS={tasks}), but not a step of it that srun "
+            f"started; "
             "start the program with srun or torchrun to use more processes",
             tasks != "1",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -42,16 +42,14 @@ _ALSO_READ = (
 _SLURM_SHELL_STEPS = ("4294967290", "4294967291")
 
 
-@attrs.frozen
-class Value:
+class Value(NamedTuple):
     """A value and where it came from."""
 
     value: Any
     source: str
 
 
-@attrs.frozen
-class Launcher:
+class Launcher(NamedTuple):
     """How to read one launcher: its variables by attribute, what says it is there, what follows
     from the rest."""
 
@@ -61,7 +59,7 @@ class Launcher:
     derive: Callable[[Layer, Environ], None]
 
 
-@attrs.define
+@attrs.define(eq=False)
 class Layer:
     """What one launcher says, and what is wrong with it."""
 

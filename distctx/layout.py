@@ -263,6 +263,11 @@ class MeshLayout:
             rank = rank * size + index
         return rank
 
+    def name_of(self, coordinate: Sequence[int]) -> str:
+        """A coordinate as people read it, such as ``(dp=2, tp=1)``."""
+        pairs = zip(self.dim_names, coordinate, strict=True)
+        return f"({', '.join(f'{name}={index}' for name, index in pairs)})"
+
     def size(self, *dims: Dim) -> int:
         """The number of ranks in a group along ``dims``; no dims: the whole mesh."""
         self._require_resolved()

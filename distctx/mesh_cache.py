@@ -25,7 +25,7 @@ __all__ = ["MeshCache"]
 log = logging.getLogger("distctx")
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class MeshCache:
     """What was built of one layout in one world.
 

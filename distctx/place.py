@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
-from distctx.exceptions import LayoutError
+from distctx.exceptions import LayoutError, RuntimeStateError
 from distctx.layout import (
     DATA_PARALLEL_DIMS,
     TENSOR_PARALLEL_DIM,
@@ -16,11 +16,10 @@ from distctx.layout import (
     default_dim_names,
 )
 
-__all__ = ["Parallelism", "Place"]
+__all__ = ["Parallelism", "Place", "Placed"]
 
 
-@attrs.frozen
-class Parallelism:
+class Parallelism(NamedTuple):
     """Which dims of a mesh split the data, and which splits the tensors, as the caller says."""
 
     dp_mesh_dim: Dim | tuple[Dim, ...] | None = None
@@ -54,7 +53,7 @@ class Parallelism:
         return names.index(TENSOR_PARALLEL_DIM) if TENSOR_PARALLEL_DIM in names else None
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Place:
     """Where one rank sits, and what follows for its data and its tensors.
 
@@ -89,9 +88,9 @@ class Place:
             tp_size if parallelism.tensor_parallel_enabled else 1,
         )
 
-    @property
-    def world_size(self) -> int:
-        return self.layout.world_size
+    def __str__(self) -> str:
+        where = self.layout.name_of(self.coordinate)
+        return f"rank {self.rank}/{self.layout.world_size} at {where}"
 
     def no_partition(self) -> LayoutError:
         """The error for asking which share is mine where nobody said how the data is split."""
@@ -103,3 +102,72 @@ class Place:
             "mesh_dim_names= with 'dp', or 'dp_replicate' and 'dp_shard', among them; or "
             "sharded_by_data_parallel=False where every rank reads all of it."
         )
+
+
+class Placed:
+    """The questions about one rank that need no other rank: the same before, during and after a
+    life."""
+
+    __slots__ = ()
+
+    _place: Place | None
+
+    def _known_place(self) -> Place:
+        """The place of the life that is or was, else of the one that would be."""
+        raise RuntimeStateError("this has no place in a world")
+
+    @property
+    def rank(self) -> int:
+        """Which process of the world this is, from 0. Talks to nobody."""
+        return self._known_place().rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the world has. Talks to nobody."""
+        return self._known_place().layout.world_size
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0. Talks to nobody."""
+        return self.rank == 0
+
+    @property
+    def layout(self) -> MeshLayout:
+        """The layout, with every size known. Talks to nobody; there before opening too."""
+        return self._known_place().layout
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's index along each dim. Talks to nobody; there before opening too."""
+        return self._known_place().coordinate
+
+    def size(self, *dims: Dim) -> int:
+        """The number of ranks in a group along ``dims``; no dims: the world. Talks to nobody."""
+        return self.layout.size(*dims)
+
+    def index(self, *dims: Dim) -> int:
+        """This rank's index in its group along ``dims``; several dims count as one, row-major in
+        the order given; no dims: the rank. Talks to nobody."""
+        return self.layout.index(self.rank, *dims)
+
+    def ranks(self, *dims: Dim) -> tuple[int, ...]:
+        """The ranks of this rank's group along ``dims``; no dims: all. Talks to nobody."""
+        return self.layout.ranks(self.rank, *dims)
+
+    @property
+    def dp_partition(self) -> Partition:
+        """Which share of the data is this rank's. Talks to nobody; there before opening too.
+
+        Raises:
+            LayoutError: nothing says which dims split the data.
+        """
+        place = self._place or self._known_place()
+        partition = place.dp_partition
+        if partition is None:
+            raise place.no_partition()
+        return partition
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks share one tensor. Talks to nobody; there before opening too."""
+        return (self._place or self._known_place()).tp_size

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -46,8 +46,7 @@ _GO = "go"
 _OUTSIDE, _INSIDE, _REFUSED = "outside", "inside", "refused"
 
 
-@attrs.frozen
-class Meeting:
+class Meeting(NamedTuple):
     """What came of it: all ranks are there and want the same.
 
     Attributes:
@@ -114,7 +113,7 @@ def meet(
         ) from error
 
 
-@attrs.define
+@attrs.define(eq=False, repr=False)
 class _Guest:
     """One rank on its way through one meeting."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -16,17 +15,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import torch
 
-from distctx import display, sync, world
-from distctx.devices import as_device
 from distctx.environment import LaunchEnvironment
-from distctx.exceptions import LayoutError, RuntimeStateError
-from distctx.layout import Dim, MeshLayout, Partition
-from distctx.place import Parallelism, Place
+from distctx.exceptions import LaunchEnvironmentError, LayoutError, RuntimeStateError
+from distctx.layout import Dim, MeshLayout
+from distctx.place import Parallelism, Place, Placed
+from distctx.request import Request, as_timeout
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from distctx.display import Description
     from distctx.mesh_cache import MeshCache
+    from distctx.world import World
 
 __all__ = ["DistributedRuntime", "State"]
 
@@ -47,22 +48,8 @@ _open: list[DistributedRuntime] = []
 _setting: Any = attrs.setters.frozen
 
 
-def _seconds(value: float | timedelta | None, name: str) -> timedelta | None:
-    if value is None:
-        return None
-    if not isinstance(value, timedelta):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise LayoutError(f"{name} must be seconds or a timedelta, got {value!r}.")
-        if not math.isfinite(value):
-            raise LayoutError(f"{name}={value!r} must be finite; every wait needs a bound.")
-        value = timedelta(seconds=value)
-    if value <= timedelta(0):
-        raise LayoutError(f"{name}={value.total_seconds():g} s must be more than 0.")
-    return value
-
-
 @attrs.define(eq=False, repr=False)
-class DistributedRuntime:
+class DistributedRuntime(Placed):
     """The distributed life of this process: who it is, its process group, its place in the mesh.
 
     Entering chooses the device and initialises the default process group, or joins the one that is
@@ -120,27 +107,28 @@ class DistributedRuntime:
     pg_options: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
     _device: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
 
-    _request: world.Request = attrs.field(init=False)
+    _request: Request = attrs.field(init=False)
     _asked_layout: MeshLayout | None = attrs.field(init=False)
     _state: State = attrs.field(init=False, default=State.UNOPENED)
     _place: Place | None = attrs.field(init=False, default=None)
-    _world: world.World | None = attrs.field(init=False, default=None)
+    _world: World | None = attrs.field(init=False, default=None)
     _cache: MeshCache | None = attrs.field(init=False, default=None)
     _submeshes: dict[tuple[Dim, ...], Any] = attrs.field(init=False, factory=dict)
     _groups: dict[tuple[Dim, ...], Any] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         if self.store is not None and self.init_method is not None:
-            raise LayoutError("store= and init_method= both say where to meet; pass one of them.")
-        self._request = world.Request(
+            raise LaunchEnvironmentError(
+                "store= and init_method= both say where to meet; pass one of them."
+            )
+        self._request = Request(
             backend=None if self._backend is None else str(self._backend).lower(),
             rank=self._rank,
             world_size=self._world_size,
-            device=None if self._device is None else as_device(self._device),
             device_type=self.device_type,
             init_method=self.init_method,
-            timeout=_seconds(self.timeout, "timeout"),
-            rendezvous_timeout=_seconds(self.rendezvous_timeout, "rendezvous_timeout"),
+            timeout=as_timeout(self.timeout, "timeout"),
+            rendezvous_timeout=as_timeout(self.rendezvous_timeout, "rendezvous_timeout"),
             store=self.store,
             pg_options=self.pg_options,
         )
@@ -177,14 +165,21 @@ class DistributedRuntime:
             raise RuntimeStateError(
                 "This runtime is open already; close() it first, or use the one you have."
             )
-        there = world.find(self._request)
+        # Imported here, not above: a process that asks only for the layout, such as a data-loading
+        # worker, needs none of it.
+        from distctx import devices, world
+
+        request = self._request
+        if self._device is not None:
+            request = request._replace(device=devices.as_device(self._device))
+        there = world.find(request)
         environment = self._detect(there, needs_address=True)
         layout, parallelism = self._resolve(environment.world_size)
         place = Place.of(environment.rank, layout, parallelism)
         if there is None and environment.reason:
             level = logging.WARNING if environment.is_doubtful else logging.INFO
             log.log(level, "starting a world of 1: %s", environment.reason)
-        life = there or world.make(self._request, environment, layout)
+        life = there or world.make(request, environment, layout)
         life.hold(self)
         device_type = self.device_type or life.device.type
         self._world, self._place = life, place
@@ -223,7 +218,8 @@ class DistributedRuntime:
         if error is None:
             self.close()
             return
-        error.add_note(f"[distctx] {self._who()} on {socket.gethostname()}, pid {os.getpid()}")
+        where = f"{self._known_place()} on {socket.gethostname()}, pid {os.getpid()}"
+        error.add_note(f"[distctx] {where}")
         try:
             self.close(abort=True)
         except Exception as failure:
@@ -242,16 +238,6 @@ class DistributedRuntime:
     # Who this is.
 
     @property
-    def rank(self) -> int:
-        """Which process of the world this is, from 0. Talks to nobody."""
-        return self._known_place().rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes the world has. Talks to nobody."""
-        return self._known_place().world_size
-
-    @property
     def local_rank(self) -> int:
         """Which process of its host this is, from 0. Talks to nobody.
 
@@ -267,11 +253,6 @@ class DistributedRuntime:
                 "runtime that makes the process group."
             )
         return local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0. Talks to nobody."""
-        return self.rank == 0
 
     @property
     def environment(self) -> LaunchEnvironment:
@@ -295,49 +276,6 @@ class DistributedRuntime:
             RuntimeStateError: not open.
         """
         return self._life("backend").backend
-
-    # Where it sits.
-
-    @property
-    def layout(self) -> MeshLayout:
-        """The layout, with every size known. Talks to nobody; there before opening too."""
-        return self._known_place().layout
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's index along each dim. Talks to nobody; there before opening too."""
-        return self._known_place().coordinate
-
-    def size(self, *dims: Dim) -> int:
-        """The number of ranks in a group along ``dims``; no dims: the world. Talks to nobody."""
-        return self.layout.size(*dims)
-
-    def index(self, *dims: Dim) -> int:
-        """This rank's index in its group along ``dims``; several dims count as one, row-major in
-        the order given; no dims: the rank. Talks to nobody."""
-        return self.layout.index(self.rank, *dims)
-
-    def ranks(self, *dims: Dim) -> tuple[int, ...]:
-        """The ranks of this rank's group along ``dims``; no dims: all. Talks to nobody."""
-        return self.layout.ranks(self.rank, *dims)
-
-    @property
-    def dp_partition(self) -> Partition:
-        """Which share of the data is this rank's. Talks to nobody; there before opening too.
-
-        Raises:
-            LayoutError: nothing says which dims split the data.
-        """
-        place = self._place or self._known_place()
-        partition = place.dp_partition
-        if partition is None:
-            raise place.no_partition()
-        return partition
-
-    @property
-    def tp_size(self) -> int:
-        """How many ranks share one tensor. Talks to nobody; there before opening too."""
-        return (self._place or self._known_place()).tp_size
 
     # The mesh: these talk to every rank, the first time.
 
@@ -387,6 +325,8 @@ class DistributedRuntime:
 
     def barrier(self) -> None:
         """Wait for every rank, for at most the group's timeout. Talks to every rank."""
+        from distctx import sync
+
         sync.barrier(self._life("barrier()"))
 
     def main_first(self, *, local: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -407,6 +347,8 @@ class DistributedRuntime:
             ...     print("rank", rt.rank, "prepares the data, the others find it ready")
             rank 0 prepares the data, the others find it ready
         """
+        from distctx import sync
+
         life = self._life("main_first()")
         if local:
             _ = self.local_rank
@@ -414,17 +356,21 @@ class DistributedRuntime:
 
     # For people.
 
-    def describe(self, rank: int | None = None) -> display.Description:
+    def describe(self, rank: int | None = None) -> Description:
         """What a person wants to know of a rank: its coordinate, its groups, its share. Talks to
         nobody.
 
         Args:
             rank: of whom; None: of this one.
         """
-        return display.describe(self, rank)
+        from distctx.display import describe
+
+        return describe(self, rank)
 
     def __repr__(self) -> str:
-        return f"DistributedRuntime({self._summary()})"
+        from distctx.display import summary
+
+        return f"DistributedRuntime({summary(self)})"
 
     def __dir__(self) -> Iterator[str]:
         # Completion and variable panes read every name they find here, and reading `mesh` builds
@@ -442,9 +388,7 @@ class DistributedRuntime:
             self.tensor_parallel_enabled,
         )
 
-    def _detect(
-        self, life: world.World | None, *, needs_address: bool = False
-    ) -> LaunchEnvironment:
+    def _detect(self, life: World | None, *, needs_address: bool = False) -> LaunchEnvironment:
         if life is not None:
             return life.environment
         return LaunchEnvironment.detect(
@@ -461,9 +405,9 @@ class DistributedRuntime:
         if self._asked_layout is None and outer is not None and outer._place is not None:
             own, outers = self._parallelism(), outer._parallelism()
             if own.dp_mesh_dim is None:
-                own = attrs.evolve(own, dp_mesh_dim=outers.dp_mesh_dim)
+                own = own._replace(dp_mesh_dim=outers.dp_mesh_dim)
             if own.tp_mesh_dim is None:
-                own = attrs.evolve(own, tp_mesh_dim=outers.tp_mesh_dim)
+                own = own._replace(tp_mesh_dim=outers.tp_mesh_dim)
             return outer._place.layout, own
         layout = self._asked_layout or MeshLayout((-1,))
         return layout.resolve(world_size), self._parallelism()
@@ -472,7 +416,7 @@ class DistributedRuntime:
         """The place of this rank: of the life that is or was, else of the one that would be."""
         if self._place is not None:
             return self._place
-        environment = self._detect(world.current())
+        environment = self._detect(_open[-1]._world if _open else None)
         layout, parallelism = self._resolve(environment.world_size)
         return Place.of(environment.rank, layout, parallelism)
 
@@ -481,9 +425,9 @@ class DistributedRuntime:
         own = self._known_place()
         if rank is None or rank == own.rank:
             return own
-        return Place.of(rank, own.layout, self._resolve(own.world_size)[1])
+        return Place.of(rank, own.layout, self._resolve(own.layout.world_size)[1])
 
-    def _life(self, what: str) -> world.World:
+    def _life(self, what: str) -> World:
         if self._world is None:
             self._refuse(what)
         return self._world
@@ -507,15 +451,3 @@ class DistributedRuntime:
                 f"{tuple(self.layout.dim_names[i] for i in sorted(indices))}."
             )
         return indices
-
-    def _who(self) -> str:
-        return display.who(self._known_place())
-
-    def _summary(self) -> str:
-        return display.summary(
-            self._state.value,
-            self._place or display.attempt(self._known_place),
-            self._world,
-            owns=self.owns_process_group,
-            built=self._cache is not None and self._cache.is_built,
-        )

@@ -24,8 +24,8 @@ __all__ = ["barrier", "first"]
 
 log = logging.getLogger("distctx")
 
-#: Seconds between two signs of life from the rank that goes first, at the most; of a group's timeout,
-#: a quarter.
+#: Seconds between two signs of life from the rank that goes first, at the most; of a group's
+#: timeout, a quarter.
 _BEAT = 2.0
 
 

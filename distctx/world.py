@@ -34,9 +34,10 @@ from distctx.exceptions import (
 from distctx.layout import MeshLayout
 from distctx.mesh_cache import MeshCache
 from distctx.rendezvous import meet
+from distctx.request import Request
 from distctx.stores import HashStore, PrefixStore, Store, open_store
 
-__all__ = ["Request", "World", "current", "find", "make"]
+__all__ = ["World", "find", "make"]
 
 log = logging.getLogger("distctx")
 
@@ -46,27 +47,7 @@ _ABORT_BOUND = 30.0
 _current: World | None = None
 
 
-@attrs.frozen
-class Request:
-    """What a runtime asks of the world it opens.
-
-    ``backend``, ``rank``, ``world_size`` and ``device`` are what the caller said, None where
-    nothing was; a world that is there already is checked against just these.
-    """
-
-    backend: str | None = None
-    rank: int | None = None
-    world_size: int | None = None
-    device: torch.device | None = None
-    device_type: str | None = None
-    init_method: str | None = None
-    timeout: timedelta | None = None
-    rendezvous_timeout: timedelta | None = None
-    store: Store | None = None
-    pg_options: Any = None
-
-
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class World:
     """A default process group and everything that was built on it."""
 
@@ -150,11 +131,6 @@ class World:
                 _end(self.backend, abort)
 
 
-def current() -> World | None:
-    """The world that distctx knows here, if it is still there."""
-    return _current if _current is not None and _current.is_alive else None
-
-
 def find(request: Request) -> World | None:
     """The world that is there already, checked against ``request``; None where there is none.
 
@@ -166,7 +142,8 @@ def find(request: Request) -> World | None:
     global _current
     if not dist.is_initialized():
         return None
-    world = current() or _adopt(request)
+    known = _current is not None and _current.is_alive
+    world = _current if known and _current is not None else _adopt(request)
     _check(world, request)
     _current = world
     return world

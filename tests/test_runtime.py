@@ -295,7 +295,7 @@ def test_switches():
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments):
     """A shape, a dim or a time that cannot be is refused by the constructor."""
-    with pytest.raises(LayoutError):
+    with pytest.raises((LayoutError, LaunchEnvironmentError)):
         DistributedRuntime(**arguments)
 
 
