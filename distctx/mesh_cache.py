@@ -53,8 +53,7 @@ class MeshCache:
     def root(self) -> DeviceMesh:
         """The mesh of all dims. Talks to every rank the first time."""
         if self._root is None:
-            token = self._meet("to build the mesh", {"building": "the mesh"})
-            with self._taking_back_if_it_fails():
+            with self._building("to build the mesh", {"building": "the mesh"}) as token:
                 self._root = self._build_named(token) if _torch.names_groups() else self._build()
         return self._root
 
@@ -79,10 +78,8 @@ class MeshCache:
                 return root.get_group(dim)
         if dims not in self._spanning:
             names = [self.layout.dim_names[dim] for dim in dims]
-            token = self._meet(
-                f"to build the group of {', '.join(names)}", {"building": f"group({names})"}
-            )
-            with self._taking_back_if_it_fails():
+            purpose = f"to build the group of {', '.join(names)}"
+            with self._building(purpose, {"building": f"group({names})"}) as token:
                 self._spanning[dims] = self._build_spanning(token, dims, ranks)
         return self._spanning[dims]
 
@@ -93,10 +90,6 @@ class MeshCache:
         self._spanning.clear()
         if self.world.is_alive:
             _destroy(made)
-
-    def _meet(self, purpose: str, wants: dict[str, Any]) -> str:
-        shape, names = list(self.layout.shape), list(self.layout.dim_names)
-        return self.world.meet(purpose, wants | {"mesh_shape": shape, "mesh_dim_names": names})
 
     def _build_named(self, token: str) -> DeviceMesh:
         groups = []
@@ -152,14 +145,20 @@ class MeshCache:
         return mine[0]
 
     @contextlib.contextmanager
-    def _taking_back_if_it_fails(self) -> Iterator[None]:
-        before = len(self._made)
-        try:
-            yield
-        except BaseException:
-            made, self._made = self._made[before:], self._made[:before]
-            _destroy(made)
-            raise
+    def _building(self, purpose: str, wants: dict[str, Any]) -> Iterator[str]:
+        """All ranks build the same here; what was made is taken back if it fails."""
+        wants |= {
+            "mesh_shape": list(self.layout.shape),
+            "mesh_dim_names": list(self.layout.dim_names),
+        }
+        with self.world.meeting(purpose, wants) as token:
+            before = len(self._made)
+            try:
+                yield token
+            except BaseException:
+                made, self._made = self._made[before:], self._made[:before]
+                _destroy(made)
+                raise
 
 
 def _destroy(groups: list[Any]) -> None:

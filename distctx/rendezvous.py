@@ -35,7 +35,7 @@ log = logging.getLogger("distctx")
 _REPORT_AFTER = 5.0
 #: Seconds given to the rest to arrive once some are known to disagree, so that all are told.
 _GRACE = 0.5
-#: Seconds for which the one who settled a room waits until the others have read why.
+#: Seconds that a rank which is through stays for the others: to read why a room failed, or to build.
 _LINGER = 2.0
 #: How far beyond its own world, as a factor, a rank looks for those that believe in a larger one.
 _FARTHEST = 64
@@ -59,6 +59,23 @@ class Meeting(NamedTuple):
     token: str
     store: Store
     local: tuple[int, int] | None = None
+
+    def report_built(self) -> None:
+        """This rank has built what the ranks met for."""
+        self.store.add("built", 1)
+
+    def wait_until_built(self, world_size: int) -> bool:
+        """Whether all ranks have built it; waits for those that still do, for a few seconds.
+
+        A rank that destroys a group at once cuts off peers that are still connecting to each other:
+        they fail with "connection closed by peer".
+        """
+        end = time.monotonic() + _LINGER
+        for pause in backoff(longest=0.1):
+            if self.store.add("built", 0) >= world_size or time.monotonic() > end:
+                break
+            time.sleep(pause)
+        return time.monotonic() <= end
 
 
 def peek(store: Store, key: str) -> str | None:

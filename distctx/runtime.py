@@ -204,7 +204,7 @@ class DistributedRuntime(Placed):
         _open.remove(self)
         with contextlib.ExitStack() as steps:
             steps.callback(life.leave, self, abort=abort)
-            steps.callback(life.give_cache, cache)
+            steps.callback(life.give_cache, cache, abort=abort)
 
     def __enter__(self) -> DistributedRuntime:
         return self.open()

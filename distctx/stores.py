@@ -150,8 +150,8 @@ def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:
     ) from failure
 
 
-def backoff(shortest: float = 0.001, longest: float = 1.0) -> Iterator[float]:
-    """Pauses in seconds for a wait: a quarter of what has passed, from 1 ms to 1 s."""
+def backoff(shortest: float = 0.0002, longest: float = 1.0) -> Iterator[float]:
+    """Pauses in seconds for a wait: a quarter of what has passed, from 0.2 ms to 1 s."""
     start = time.monotonic()
     while True:
         yield min(max((time.monotonic() - start) / 4, shortest), longest)

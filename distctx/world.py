@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ from distctx.exceptions import (
 )
 from distctx.layout import MeshLayout
 from distctx.mesh_cache import MeshCache
-from distctx.rendezvous import meet
+from distctx.rendezvous import Meeting, meet
 from distctx.request import Request
 from distctx.stores import HashStore, PrefixStore, Store, open_store
 
@@ -64,6 +64,7 @@ class World:
     place: str
 
     turns: int = attrs.field(init=False, default=0)
+    built_together: list[Meeting] = attrs.field(init=False, factory=list)
     _holders: list[object] = attrs.field(init=False, factory=list)
     _caches: dict[tuple[MeshLayout, str], MeshCache] = attrs.field(init=False, factory=dict)
     _undo: contextlib.ExitStack = attrs.field(init=False, factory=contextlib.ExitStack)
@@ -73,18 +74,24 @@ class World:
         """Whether this is still the default group: its owner may have destroyed it meanwhile."""
         return dist.is_initialized() and dist.group.WORLD is self.group
 
-    def meet(self, purpose: str, wants: Mapping[str, Any]) -> str:
-        """Wait until every rank is here for the same; a word for it. Talks to every rank."""
+    @contextlib.contextmanager
+    def meeting(self, purpose: str, wants: Mapping[str, Any]) -> Iterator[str]:
+        """A block in which all ranks build the same; gives a word for it. Talks to every rank.
+
+        Raises:
+            RendezvousTimeoutError: some ranks did not come to it.
+            RankDisagreementError: they came for different things.
+        """
         if not self.is_alive:
             raise RuntimeStateError(
                 "The process group of this runtime was destroyed by somebody else; close the "
                 "runtime and open it again."
             )
         if self.store is None or self.world_size == 1:
-            return secrets.token_hex(4)
-        lobby = PrefixStore("touch", self.store)
-        meeting = meet(
-            lobby,
+            yield secrets.token_hex(4)
+            return
+        here = meet(
+            PrefixStore("touch", self.store),
             self.rank,
             self.world_size,
             wants,
@@ -92,7 +99,16 @@ class World:
             place=self.place,
             purpose=purpose,
         )
-        return meeting.token
+        yield here.token
+        here.report_built()
+        self.built_together.append(here)
+
+    def _wait_until_built(self) -> None:
+        """No group goes while a peer is still connecting to it; long since true, but for short lives."""
+        with contextlib.suppress(RuntimeError):  # the store has gone, and so has its server's rank
+            for here in self.built_together:
+                here.wait_until_built(self.world_size)
+        self.built_together.clear()
 
     def take_cache(self, layout: MeshLayout, device_type: str) -> MeshCache:
         """What is built of a layout here, shared by all who hold it."""
@@ -102,10 +118,12 @@ class World:
         self._caches[key].holders += 1
         return self._caches[key]
 
-    def give_cache(self, cache: MeshCache) -> None:
+    def give_cache(self, cache: MeshCache, *, abort: bool) -> None:
         """The counterpart of ``take_cache``; the last one destroys what was built."""
         cache.holders -= 1
         if cache.holders == 0:
+            if not abort:
+                self._wait_until_built()
             self._caches.pop((cache.layout, cache.device_type), None)
             cache.release()
 
@@ -167,6 +185,7 @@ def _make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) 
     if environment.local_rank is not None or device_type == "cpu" or request.device or fake:
         device = choose_device(device_type, environment, request.device, fake)
     token, store, place = secrets.token_hex(4), None, "this process"
+    meeting: Meeting | None = None
     base: Store
     if fake:
         base = _torch.fake_store()
@@ -216,6 +235,9 @@ def _make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) 
             place=place,
         )
         world._undo = undo.pop_all()
+    if meeting is not None:
+        meeting.report_built()
+        world.built_together.append(meeting)
     return world
 
 

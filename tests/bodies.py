@@ -97,6 +97,15 @@ def lives() -> Any:
     return sums
 
 
+def empty_lives() -> Any:
+    """Fifty lives that end as soon as they begin, some with a mesh."""
+    for life in range(50):
+        with DistributedRuntime(mesh_shape=(-1, 2) if life % 2 else None, **BOUND) as rt:
+            if life % 4 == 1:
+                _ = rt.mesh
+    return life
+
+
 def uneven_lives() -> Any:
     """Ranks that lived a different number of worlds of their own before still meet."""
     for _ in range(RANK):

@@ -13,6 +13,7 @@ BODIES = (
     "everything",
     "spanning",
     "lives",
+    "empty_lives",
     "uneven_lives",
     "disagree_on_the_shape",
     "disagree_on_the_backend",
@@ -82,6 +83,11 @@ def test_life_after_life(results):
     for sums in value_of(results, "lives"):
         assert len(sums) == 10
         assert all(got == wanted for got, wanted in sums)
+
+
+def test_lives_that_end_as_they_begin(results, nproc):
+    """A rank that leaves at once does not cut off peers that are still connecting."""
+    assert value_of(results, "empty_lives") == [49] * nproc
 
 
 def test_ranks_that_lived_differently_meet(results, nproc):

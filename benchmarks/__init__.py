@@ -1,0 +1,1 @@
+"""Benchmarks of distctx; see README.rst here."""

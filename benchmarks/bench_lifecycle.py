@@ -1,0 +1,93 @@
+"""Entering and leaving a world against bare init and destroy: same ranks, one kept store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.common import Ratio, pairs, report
+
+LIVES = 10
+RANKS = (1, 4)
+
+
+def measure(number: int) -> tuple[list[float], list[float]]:
+    """Seconds a life, pair by pair, as this rank sees them; all ranks measure the same at once."""
+    import torch.distributed as dist
+
+    from distctx import DistributedRuntime
+
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    timeout = timedelta(seconds=60)
+    if world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    lives = iter(range(10**9))
+
+    def together(act: Callable[[], object]) -> float:
+        """Seconds of ``act``, begun at once on all ranks: bare torch fails where one destroys its
+        group while others still connect."""
+        key = f"start/{next(lives)}"
+        store.add(key, 1)
+        while store.add(key, 0) < world_size:
+            time.sleep(0.0005)
+        start = time.perf_counter()
+        act()
+        return time.perf_counter() - start
+
+    def ours() -> float:
+        rt = DistributedRuntime("gloo", timeout=timeout)
+        return together(rt.open) + together(rt.close)
+
+    def start() -> None:
+        fresh = dist.PrefixStore(f"life/{next(lives)}", store)
+        dist.init_process_group(
+            "gloo", store=fresh, rank=rank, world_size=world_size, timeout=timeout
+        )
+
+    def theirs() -> float:
+        return together(start) + together(dist.destroy_process_group)
+
+    def mean_of(one: Callable[[], float]) -> Callable[[], float]:
+        return lambda: sum(one() for _ in range(LIVES)) / LIVES
+
+    hook = sys.excepthook
+    a, b = pairs(mean_of(ours), mean_of(theirs), number)
+    sys.excepthook = hook
+    return a, b
+
+
+def main(number: int = 15) -> list[Ratio]:
+    """Each world size in a torchrun job of its own; rank 0's times count."""
+    rows = []
+    for ranks in RANKS:
+        with TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "benchmarks.bench_lifecycle", folder, str(number)]
+            if ranks > 1:
+                run = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+                command[2:3] = [*run, "benchmarks.bench_lifecycle"]
+            environ = os.environ | {"OMP_NUM_THREADS": "1"}
+            subprocess.run(command, check=True, env=environ, stderr=subprocess.DEVNULL)
+            a, b = json.loads(Path(folder, "0.json").read_text())
+        plural = "s" if ranks > 1 else ""
+        rows.append(
+            Ratio(f"enter + exit / init + destroy, {ranks} rank{plural}", a, b, "at most 1.15")
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measured = measure(int(sys.argv[2]))
+        Path(sys.argv[1], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(measured))
+    else:
+        report(main())
