@@ -24,7 +24,7 @@ from distctx.exceptions import (
     LayoutError,
     RendezvousError,
 )
-from distctx.launchers import variables
+from distctx.launchers import known_variables
 from distctx.layout import MeshLayout
 
 __all__ = ["exit_status", "main"]
@@ -150,7 +150,7 @@ def show_layout(args: argparse.Namespace) -> int:
 
 def show_environment(args: argparse.Namespace) -> int:
     """``python -m distctx env``."""
-    there = variables(os.environ)
+    there = {name: os.environ[name] for name in known_variables() if name in os.environ}
     try:
         environment = LaunchEnvironment.detect()
     except LaunchEnvironmentError as error:

@@ -10,22 +10,38 @@ launchers are layers, innermost first: torchrun, Open MPI, MPICH and Intel MPI (
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import attrs
 
 from distctx.exceptions import LaunchEnvironmentError
-from distctx.launchers import LAUNCHERS, Environ, Layer, Value, misfits, read_layer
+from distctx.launchers import (
+    LAUNCHERS,
+    Environ,
+    Fault,
+    Layer,
+    Value,
+    known_variables,
+    misfits,
+    read_layer,
+)
 from distctx.layout import as_int
 
-__all__ = ["LaunchEnvironment"]
+__all__ = ["LaunchEnvironment", "is_env"]
 
-log = logging.getLogger("distctx")
+_DEFAULT_PORT = 29500
+
+_SAY_WHERE = "set both to the host of rank 0 and a free port there, or pass init_method= or store="
+_WHERE_TO_MEET = {
+    "openmpi": "mpirun does not say on which host the ranks of several hosts can meet; run it with "
+    "-x MASTER_ADDR=<host of rank 0>",
+    "pmi": "mpiexec does not say on which host the ranks of several hosts can meet; run it with "
+    "-genv MASTER_ADDR <host of rank 0>",
+}
 
 _ALONE = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0}
 
@@ -111,7 +127,7 @@ class LaunchEnvironment:
         found, launcher = _merge(arguments, layers)
         if found["world_size"].value == 1:
             found = {name: Value(value, "a world of 1") for name, value in _ALONE.items()} | found
-        elsewhere = found["world_size"].value == 1 or init_method not in (None, "env://")
+        elsewhere = found["world_size"].value == 1 or not is_env(init_method)
         address, faults = _address(environ, found, launcher)
         if needs_address and not elsewhere:
             _raise(faults)
@@ -127,11 +143,16 @@ class LaunchEnvironment:
         )
 
 
-def _raise(faults: list[str]) -> None:
+def is_env(init_method: str | None) -> bool:
+    """Whether the address comes from the launcher."""
+    return init_method is None or urlsplit(init_method).scheme == "env"
+
+
+def _raise(faults: Sequence[Fault]) -> None:
     if faults:
         raise LaunchEnvironmentError(
             "The launch environment is not right:\n"
-            + "".join(f"  - {fault}\n" for fault in faults)
+            + "".join(f"  - {fault.text}\n" for fault in faults)
             + "Correct or unset these, or pass rank= and world_size=; `python -m distctx env` "
             "shows all that is set."
         )
@@ -145,22 +166,23 @@ def _arguments(rank: Any, world_size: Any, init_method: str | None) -> dict[str,
                 f"init_method must be a URL such as 'tcp://host:port', 'file:///path' or 'env://', "
                 f"got {init_method!r}."
             )
-        query = parse_qs(urlsplit(init_method).query)
+        query = parse_qs(urlsplit(init_method).query, keep_blank_values=True)
         for name in ("rank", "world_size"):
-            if name in query:
-                text = query[name][0]
-                if not re.fullmatch(r"[0-9]+", text):
-                    raise LaunchEnvironmentError(
-                        f"{name}={text!r} in init_method={init_method!r} is not a whole number."
-                    )
-                given[name] = Value(int(text), f"{name} in init_method")
+            texts = query.get(name, [])
+            if len(texts) > 1 or not all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
+                raise LaunchEnvironmentError(
+                    f"{name}={'&'.join(texts)!r} in init_method={init_method!r} is not one whole "
+                    "number."
+                )
+            if texts:
+                given[name] = Value(int(texts[0]), f"{name} in init_method")
     for name, value in (("rank", rank), ("world_size", world_size)):
         if value is not None:
             number = as_int(value, name, LaunchEnvironmentError)
             if name in given and given[name].value != number:
                 raise LaunchEnvironmentError(
                     f"The argument {name}={number} and init_method={init_method!r} contradict each "
-                    f"other; drop one."
+                    "other."
                 )
             given[name] = Value(number, f"argument {name}")
     if any(value.value < (1 if name == "world_size" else 0) for name, value in given.items()):
@@ -178,21 +200,22 @@ def _merge(arguments: Mapping[str, Value], layers: list[Layer]) -> tuple[dict[st
     found = dict(arguments)
     name = "none"
     for layer in layers:
+        layer.drop(arguments)
         complete = {"rank", "world_size"} <= set(found)
         own = {key: layer.values[key] for key in ("rank", "world_size") if key in layer.values}
         clash = [key for key in own if key in found and own[key].value != found[key].value]
         told = [key for key in clash if key not in arguments]
         if complete and (layer.faults or told):
             continue  # a launch further out, which rightly counts other processes
-        _raise(
-            layer.faults
-            + [
+        says_otherwise = [
+            Fault(
+                (key,),
                 f"{found[key].source}={found[key].value} is set without the rest of its launch, "
-                f"and "
-                f"{own[key].source}={own[key].value} says otherwise"
-                for key in told
-            ]
-        )
+                f"and {own[key].source}={own[key].value} says otherwise",
+            )
+            for key in told
+        ]
+        _raise(layer.faults + says_otherwise)
         new = {key: value for key, value in layer.values.items() if key not in found}
         if clash:
             # The arguments make a world of their own out of the launcher's processes. Where each
@@ -208,17 +231,32 @@ def _merge(arguments: Mapping[str, Value], layers: list[Layer]) -> tuple[dict[st
         if new and (name == "none" or "rank" in new):
             name = layer.name
         found |= new
-    if missing := [key for key in ("rank", "world_size") if key not in found]:
-        have = " and ".join(f"{value.source}={value.value}" for value in found.values())
-        lacks = " and ".join(f"{key.upper()} (or the argument {key})" for key in missing)
-        _raise([f"{have} is set, but {lacks} is not: half a launch"])
+    _raise(_half_a_launch(found, name))
     _raise(misfits({key: found[key] for key in ("rank", "world_size")}))
     return found, name
 
 
+def _half_a_launch(found: Mapping[str, Value], name: str) -> list[Fault]:
+    """The fault of a launch without its rank or its world size."""
+    missing = [key for key in ("rank", "world_size") if key not in found]
+    if not missing:
+        return []
+    read = set(known_variables())
+    have = [
+        f"{value.source}={value.value}"
+        for key, value in found.items()
+        if value.source in read - {"SLURM_STEP_TASKS_PER_NODE"} or key in ("rank", "world_size")
+    ]
+    launcher = next((one for one in LAUNCHERS if one.name == name), LAUNCHERS[0])
+    lacks = " and ".join(f"{launcher.variables[key]} (or the argument {key})" for key in missing)
+    return [
+        Fault(tuple(missing), f"{' and '.join(have)} is set, but {lacks} is not: half a launch")
+    ]
+
+
 def _address(
     environ: Environ, found: Mapping[str, Value], launcher: str
-) -> tuple[dict[str, Value], list[str]]:
+) -> tuple[dict[str, Value], list[Fault]]:
     """MASTER_ADDR and MASTER_PORT where they are set, else what the launcher's own variables
     yield."""
     told = Layer(
@@ -227,23 +265,14 @@ def _address(
     if addr := environ.get("MASTER_ADDR"):
         told.values["master_addr"] = Value(addr, "MASTER_ADDR")
     told.read(environ, "master_port", "MASTER_PORT", 1, 65535)
+    if launcher in ("openmpi", "pmi"):  # MPICH's Hydra gives its jobs no id
+        told.values.setdefault("master_port", Value(_DEFAULT_PORT, "torch's default"))
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name.lower() not in told.values]
     if missing and not told.faults:
         size = found["world_size"]
-        how = {
-            "openmpi": "mpirun does not say on which host the ranks of several hosts can meet; "
-            "run it with -x MASTER_ADDR=<host of rank 0>",
-            "pmi": "mpiexec does not say on which host the ranks of several hosts can meet; "
-            "run it with -genv MASTER_ADDR <host of rank 0>",
-        }.get(
-            launcher,
-            "set both to the host of rank 0 and a free port there, or pass init_method= or store=",
-        )
-        told.faults.append(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, but "
-            f"{size.source}={size.value} "
-            f"is more than 1: {how}"
-        )
+        names = " and ".join(missing) + (" is" if len(missing) == 1 else " are")
+        text = f"{names} not set, but {size.source}={size.value} is more than 1: "
+        told.faults.append(Fault(("master_addr",), text + _WHERE_TO_MEET.get(launcher, _SAY_WHERE)))
     return told.values, told.faults
 
 
@@ -255,8 +284,7 @@ def _why_no_launch(environ: Environ) -> tuple[str, bool]:
     if job := environ.get("SLURM_JOB_ID"):
         tasks = environ.get("SLURM_NTASKS", "1")
         return (
-            f"this is SLURM job {job} (SLURM_NTASKS={tasks}), but not a step of it that srun "
-            f"started; "
+            f"this is SLURM job {job} (SLURM_NTASKS={tasks}), but not a step that srun started; "
             "start the program with srun or torchrun to use more processes",
             tasks != "1",
         )

@@ -1,6 +1,7 @@
 """The errors distctx raises.
 
-Each has a builtin parent, so code that does not know distctx still catches it::
+Each has a builtin parent, so code that does not know distctx still catches it, and each can be
+pickled, since errors cross from process to process::
 
     RuntimeError
     └── DistctxError
@@ -68,9 +69,9 @@ class RankDisagreementError(RendezvousError):
         values: what each rank asked for, by rank; only what differs.
     """
 
-    def __init__(self, message: str, values: Mapping[int, Mapping[str, Any]]) -> None:
+    def __init__(self, message: str, values: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         super().__init__(message)
-        self.values: dict[int, Mapping[str, Any]] = dict(values)
+        self.values: dict[int, Mapping[str, Any]] = dict(values or {})
 
 
 class GroupConflictError(DistctxError):
@@ -84,7 +85,7 @@ class RemoteRankError(DistctxError):
         rank: the rank that failed.
     """
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import attrs
@@ -12,19 +12,17 @@ import attrs
 __all__ = [
     "LAUNCHERS",
     "Environ",
+    "Fault",
     "Launcher",
     "Layer",
     "Value",
     "first_host",
+    "known_variables",
     "misfits",
     "read_layer",
-    "variables",
 ]
 
 Environ = Mapping[str, str]
-
-#: torch's own default port, for an MPI that gives its job no id (MPICH's Hydra).
-_DEFAULT_PORT = 29500
 
 #: What is read beside each launcher's table below.
 _ALSO_READ = (
@@ -49,9 +47,15 @@ class Value(NamedTuple):
     source: str
 
 
+class Fault(NamedTuple):
+    """What is wrong, and which attributes it is about."""
+
+    about: tuple[str, ...]
+    text: str
+
+
 class Launcher(NamedTuple):
-    """How to read one launcher: its variables by attribute, what says it is there, what follows
-    from the rest."""
+    """How to read one launcher: its variables by attribute, what says it is there, what follows."""
 
     name: str
     variables: Mapping[str, str]
@@ -65,25 +69,31 @@ class Layer:
 
     name: str
     values: dict[str, Value] = attrs.field(factory=dict)
-    faults: list[str] = attrs.field(factory=list)
+    faults: list[Fault] = attrs.field(factory=list)
 
     def read(
         self, environ: Environ, attribute: str, name: str, low: int, high: int | None = None
     ) -> None:
+        """Read a whole number; what is none is a fault."""
         text = environ.get(name)
         if text is None:
             return
-        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
-            self.faults.append(f"{name}={text!r} is not a whole number")
+        if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
+            shown = text if len(text) < 40 else f"{text[:40]}…"
+            self.faults.append(Fault((attribute,), f"{name}={shown!r} is not a whole number"))
         elif int(text) < low or (high is not None and int(text) > high):
-            self.faults.append(
-                f"{name}={text!r} must be at least {low}" + (f", at most {high}" if high else "")
-            )
+            bounds = f"at least {low}" + (f", at most {high}" if high else "")
+            self.faults.append(Fault((attribute,), f"{name}={text!r} must be {bounds}"))
         else:
             self.values[attribute] = Value(int(text), name)
 
+    def drop(self, attributes: Collection[str]) -> None:
+        """Forget the faults of what something else says better."""
+        self.faults = [fault for fault in self.faults if not set(fault.about) & set(attributes)]
+
 
 def read_layer(launcher: Launcher, environ: Environ) -> Layer:
+    """What a launcher says, with what follows from it, and every fault of it."""
     layer = Layer(launcher.name)
     for attribute, name in launcher.variables.items():
         layer.read(environ, attribute, name, low=1 if attribute.endswith("world_size") else 0)
@@ -92,15 +102,13 @@ def read_layer(launcher: Launcher, environ: Environ) -> Layer:
     return layer
 
 
-def variables(environ: Environ) -> dict[str, str]:
-    """The variables that are set and that a launch is read from."""
-    known = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", *_ALSO_READ]
-    for launcher in LAUNCHERS:
-        known += launcher.variables.values()
-    return {name: environ[name] for name in known if name in environ}
+def known_variables() -> list[str]:
+    """Every variable that a launch is read from."""
+    names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", *_ALSO_READ]
+    return names + [name for launcher in LAUNCHERS for name in launcher.variables.values()]
 
 
-def misfits(values: Mapping[str, Value]) -> list[str]:
+def misfits(values: Mapping[str, Value]) -> list[Fault]:
     """One launch's values that contradict each other."""
     faults = []
     for small, large, strict in (
@@ -114,7 +122,8 @@ def misfits(values: Mapping[str, Value]) -> list[str]:
             a, b = values[small], values[large]
             if a.value > b.value or (strict and a.value == b.value):
                 relation = "less than" if strict else "at most"
-                faults.append(f"{a.source}={a.value} must be {relation} {b.source}={b.value}")
+                text = f"{a.source}={a.value} must be {relation} {b.source}={b.value}"
+                faults.append(Fault((small, large), text))
     return faults
 
 
@@ -124,42 +133,52 @@ def _job_port(*job: str) -> int:
     return 10000 + zlib.crc32(".".join(job).encode()) % 20000
 
 
+_BRACKET = r"\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
+_HOST = re.compile(rf"((?:[\w.-]|{_BRACKET})+)(?:,|$)")
+
+
 def first_host(nodelist: str) -> str | None:
     """The first host of a SLURM node list such as ``a[01-03,7],b2``; None where it is none."""
-    match = re.match(r"((?:[^,\[\]]|\[[^\[\],-][^\[\]]*\])+)(?:,|$)", nodelist.strip())
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[1]) if match else None
+    match = _HOST.match(nodelist.strip())
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[1]) if match else None
 
 
-def _tasks_per_node(text: str) -> Iterator[int]:
+def _tasks_per_node(text: str) -> list[int] | None:
+    """``4(x2),1`` as a list with a number for each host; None where it is none."""
+    tasks: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part.strip())
         if match is None:
-            return
-        yield from [int(match[1])] * int(match[2] or 1)
+            return None
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
 
 
 def _derive_slurm(layer: Layer, environ: Environ) -> None:
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    tasks = list(_tasks_per_node(text))
+    def fault(about: str, text: str) -> None:
+        layer.faults.append(Fault((about,), text))
+
     size, node = layer.values.get("world_size"), layer.values.get("node_rank")
-    if tasks and size is not None and sum(tasks) != size.value:
-        layer.faults.append(
-            f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(tasks)}, but "
-            f"{size.source}={size.value}"
-        )
-    elif tasks and node is not None and node.value < len(tasks):
-        layer.values["local_world_size"] = Value(tasks[node.value], "SLURM_STEP_TASKS_PER_NODE")
+    if (text := environ.get("SLURM_STEP_TASKS_PER_NODE")) is not None:
+        tasks = _tasks_per_node(text)
+        here = f"SLURM_STEP_TASKS_PER_NODE={text!r}"
+        if tasks is None:
+            fault("local_world_size", f"{here} is not a list such as '4(x2),1'")
+        elif size is not None and sum(tasks) != size.value:
+            fault("world_size", f"{here} adds up to {sum(tasks)}, but {size.source}={size.value}")
+        elif node is not None and node.value >= len(tasks):
+            fault("node_rank", f"{here} is {len(tasks)} hosts, but {node.source}={node.value}")
+        elif node is not None:
+            layer.values["local_world_size"] = Value(tasks[node.value], "SLURM_STEP_TASKS_PER_NODE")
     if nodelist := environ.get("SLURM_STEP_NODELIST"):
         if host := first_host(nodelist):
             layer.values["master_addr"] = Value(host, "first host of SLURM_STEP_NODELIST")
         else:
-            layer.faults.append(
-                f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as 'a[01-03,7],b2'"
-            )
+            text = f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as 'a[01-03,7],b2'"
+            fault("master_addr", text)
     job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    layer.values["master_port"] = Value(
-        _job_port("slurm", job, step), "SLURM_JOB_ID and SLURM_STEP_ID"
-    )
+    port = _job_port("slurm", job, step)
+    layer.values["master_port"] = Value(port, "SLURM_JOB_ID and SLURM_STEP_ID")
 
 
 def _derive_mpi(*job_ids: str) -> Callable[[Layer, Environ], None]:
@@ -168,13 +187,8 @@ def _derive_mpi(*job_ids: str) -> Callable[[Layer, Environ], None]:
         if size is not None and local_size is not None and size.value == local_size.value:
             layer.values["node_rank"] = Value(0, "all ranks are on this host")
             layer.values["master_addr"] = Value("127.0.0.1", "all ranks are on this host")
-        name = next((name for name in job_ids if environ.get(name)), None)
-        port = (
-            Value(_job_port("mpi", environ[name]), name)
-            if name
-            else Value(_DEFAULT_PORT, "torch's default")
-        )
-        layer.values["master_port"] = port
+        if name := next((name for name in job_ids if environ.get(name)), None):
+            layer.values["master_port"] = Value(_job_port("mpi", environ[name]), name)
 
     return derive
 

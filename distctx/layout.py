@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -58,8 +58,13 @@ def as_int(value: Any, what: str, error: type[Exception] = LayoutError) -> int:
     raise error(f"{what} must be an int, got {value!r} ({type(value).__name__}).")
 
 
+def _is_sequence(value: Any) -> bool:
+    """Whether ``value`` has an order: a list, a tuple, a torch.Size; not a str, a set or a dict."""
+    return hasattr(value, "__getitem__") and not isinstance(value, (str, bytes, Mapping))
+
+
 def _as_shape(shape: Any) -> tuple[int, ...]:
-    if isinstance(shape, (str, bytes)) or not isinstance(shape, Iterable):
+    if not _is_sequence(shape):
         raise LayoutError(f"mesh_shape must be a sequence of ints such as (-1, 2), got {shape!r}.")
     shape = tuple(shape)
     sizes = tuple(as_int(size, f"each size in mesh_shape={shape!r}") for size in shape)
@@ -77,13 +82,21 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
     return sizes
 
 
+def _divisors(number: int, most: int = 4096) -> str:
+    """The divisors of a number, as far as they are cheap to find, for an error."""
+    small = [d for d in range(1, min(math.isqrt(number), most) + 1) if number % d == 0]
+    known = sorted({*small, *(number // d for d in small)})
+    shown = known if len(known) <= 18 else [*known[:16], "…", known[-1]]
+    return ", ".join(map(str, shown)) + ("" if math.isqrt(number) <= most else ", and maybe others")
+
+
 def default_dim_names(ndim: int) -> tuple[str, ...]:
     """``("dp",)`` for one dim, ``("dim_0", "dim_1", …)`` for more."""
     return ("dp",) if ndim == 1 else tuple(f"dim_{i}" for i in range(ndim))
 
 
 def _as_names(given: Any) -> tuple[str, ...]:
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+    if not _is_sequence(given):
         raise LayoutError(
             f"mesh_dim_names must be a sequence of names such as ('dp', 'tp'), got {given!r}."
         )
@@ -183,8 +196,7 @@ class MeshLayout:
                 )
             return self
         if world_size % known:
-            divisors = [d for d in range(1, min(world_size, 4096) + 1) if world_size % d == 0]
-            choices = ", ".join(map(str, divisors[:16])) + (", …" if len(divisors) > 16 else "")
+            choices = _divisors(world_size)
             raise LayoutError(
                 f"mesh_shape={self.shape} needs a world size that {known} divides, but "
                 f"world_size={world_size}; "
@@ -249,14 +261,14 @@ class MeshLayout:
     def rank(self, coordinate: Sequence[int]) -> int:
         """The rank that sits at ``coordinate``; the inverse of ``coordinate``."""
         self._require_resolved()
-        if len(coordinate) != self.ndim:
+        if not _is_sequence(coordinate) or len(coordinate) != self.ndim:
             raise LayoutError(
-                f"coordinate={tuple(coordinate)!r} has {len(coordinate)} indices, the mesh has "
-                f"{self.ndim} dims."
+                f"coordinate={coordinate!r} must hold one index for each of the {self.ndim} dims."
             )
         rank = 0
-        for index, size, name in zip(coordinate, self.shape, self.dim_names, strict=True):
-            if not 0 <= as_int(index, f"index along {name}") < size:
+        for given, size, name in zip(coordinate, self.shape, self.dim_names, strict=True):
+            index = as_int(given, f"index along {name}")
+            if not 0 <= index < size:
                 raise LayoutError(
                     f"index {index} along {name} is out of range; it goes from 0 to {size - 1}."
                 )

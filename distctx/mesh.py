@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from distctx._torch import flattened_group
-from distctx.environment import LaunchEnvironment
+from distctx._torch import fake_store, flattened_group
+from distctx.environment import LaunchEnvironment, is_env
 from distctx.exceptions import DistctxError, LayoutError, RuntimeStateError
 from distctx.layout import Dim, MeshLayout, Partition, as_int
 from distctx.stores import HashStore
@@ -74,22 +74,24 @@ def ensure_distributed_initialized(
     if dist.is_initialized():
         return False
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    has_env_address = init_method in (None, "env://")
     environment = LaunchEnvironment.detect(
-        rank=rank, world_size=world_size, init_method=init_method
+        rank=rank, world_size=world_size, init_method=init_method, needs_address=backend != "fake"
     )
-    arguments: dict[str, Any] = {"backend": backend}
-    if has_env_address and environment.world_size == 1:
-        arguments["store"] = HashStore()
-    elif has_env_address:
-        arguments["init_method"] = f"tcp://{environment.master_addr}:{environment.master_port}"
-    else:
+    arguments: dict[str, Any] = {"rank": environment.rank, "world_size": environment.world_size}
+    if backend == "fake":
+        arguments["store"] = fake_store()
+    elif not is_env(init_method):
         arguments["init_method"] = init_method
-    if not ("rank=" in (init_method or "") or "world_size=" in (init_method or "")):
-        arguments |= {"rank": environment.rank, "world_size": environment.world_size}
+        for name in ("rank", "world_size"):
+            if environment.sources[name].endswith("in init_method"):
+                del arguments[name]  # torch takes it from there, and only from there
+    elif environment.world_size == 1:
+        arguments["store"] = HashStore()
+    else:
+        arguments["init_method"] = f"tcp://{environment.master_addr}:{environment.master_port}"
     if backend == "nccl" and "device_id" in inspect.signature(dist.init_process_group).parameters:
         arguments["device_id"] = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group(**arguments)
+    dist.init_process_group(backend=backend, **arguments)
     return True
 
 
@@ -215,7 +217,7 @@ def _resolve_mesh_submesh(device_mesh: DeviceMesh, mesh_dim: Dim) -> DeviceMesh:
             f"A mesh with shape {shape} can be sliced only by name, and this one has no "
             "mesh_dim_names; pass mesh_dim_names where it is made."
         )
-    return device_mesh[names[_dim(device_mesh, mesh_dim, "mesh_dim", shape)]]
+    return device_mesh[names[_mesh_dim(device_mesh, mesh_dim)]]
 
 
 def _resolve_mesh_dim_group(device_mesh: DeviceMesh, mesh_dim: Dim) -> ProcessGroup:
@@ -224,14 +226,7 @@ def _resolve_mesh_dim_group(device_mesh: DeviceMesh, mesh_dim: Dim) -> ProcessGr
     Raises:
         ValueError: the mesh has no such dim.
     """
-    shape = _shape(device_mesh) or ()
-    if not isinstance(mesh_dim, str):
-        index = as_int(mesh_dim, "mesh_dim")
-        if not -len(shape) <= index < len(shape):
-            raise LayoutError(
-                f"mesh_dim={index} is out of range for a mesh with {len(shape)} dimensions."
-            )
-    return device_mesh.get_group(_dim(device_mesh, mesh_dim, "mesh_dim", shape))
+    return device_mesh.get_group(_mesh_dim(device_mesh, mesh_dim))
 
 
 def _resolve_dp_group_from_mesh(
@@ -283,6 +278,17 @@ def _dim(device_mesh: Any, dim: Dim, what: str, shape: tuple[int, ...]) -> int:
             )
         return MeshLayout(shape, names).dim(dim, what)
     return MeshLayout(shape).dim(dim, what)
+
+
+def _mesh_dim(device_mesh: Any, mesh_dim: Dim) -> int:
+    shape = _shape(device_mesh) or ()
+    if not isinstance(mesh_dim, str):
+        index = as_int(mesh_dim, "mesh_dim")
+        if not -len(shape) <= index < len(shape):
+            raise LayoutError(
+                f"mesh_dim={index} is out of range for a mesh with {len(shape)} dimensions."
+            )
+    return _dim(device_mesh, mesh_dim, "mesh_dim", shape)
 
 
 def _dims(device_mesh: Any, dims: Any, what: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ class Parallelism(NamedTuple):
 
         None where nothing says: the names are default ones.
         """
+        if not self.sharded_by_data_parallel:
+            return ()
         if self.dp_mesh_dim is None:
             found = tuple(i for i, n in enumerate(layout.dim_names) if n in DATA_PARALLEL_DIMS)
             is_default = layout.dim_names == default_dim_names(layout.ndim)
@@ -47,6 +49,8 @@ class Parallelism(NamedTuple):
 
     def tp_dim(self, layout: MeshLayout) -> int | None:
         """The dim of tensor parallelism, or None."""
+        if not self.tensor_parallel_enabled:
+            return None
         if self.tp_mesh_dim is not None:
             return layout.dim(self.tp_mesh_dim, "tp_mesh_dim")
         names = layout.dim_names
@@ -75,18 +79,12 @@ class Place:
         """
         dp_dims, tp_dim = parallelism.dp_dims(layout), parallelism.tp_dim(layout)
         partition: Partition | None
-        if not parallelism.sharded_by_data_parallel or dp_dims == ():
+        if dp_dims == ():
             partition = Partition(1, 0)
         else:
             partition = None if dp_dims is None else layout.partition(rank, *dp_dims)
         tp_size = layout.shape[tp_dim] if tp_dim is not None else 1
-        return cls(
-            rank,
-            layout,
-            layout.coordinate(rank),
-            partition,
-            tp_size if parallelism.tensor_parallel_enabled else 1,
-        )
+        return cls(rank, layout, layout.coordinate(rank), partition, tp_size)
 
     def __str__(self) -> str:
         where = self.layout.name_of(self.coordinate)

@@ -35,7 +35,8 @@ log = logging.getLogger("distctx")
 _REPORT_AFTER = 5.0
 #: Seconds given to the rest to arrive once some are known to disagree, so that all are told.
 _GRACE = 0.5
-#: Seconds that a rank which is through stays for the others: to read why a room failed, or to build.
+#: Seconds that a rank which is through stays for the others: to read why a room failed, or to
+#: build.
 _LINGER = 2.0
 #: How far beyond its own world, as a factor, a rank looks for those that believe in a larger one.
 _FARTHEST = 64

@@ -138,8 +138,9 @@ class DistributedRuntime(Placed):
                 f"mesh_dim_names={tuple(names)!r} needs mesh_shape, a size for each name; one of "
                 "them may be -1."
             )
+        nothing_asked = shape is None and names is None
         self._asked_layout = (
-            None if shape is None and names is None else MeshLayout(shape or (-1,), names)
+            None if nothing_asked else MeshLayout((-1,) if shape is None else shape, names)
         )
         if self._asked_layout is not None:
             self._parallelism().dp_dims(self._asked_layout)
@@ -189,11 +190,14 @@ class DistributedRuntime(Placed):
         return self
 
     def close(self, *, abort: bool = False) -> None:
-        """Give back exactly what ``open`` acquired. Waits for no rank; may be called twice.
+        """Give back exactly what ``open`` acquired; may be called twice.
+
+        No barrier and no collective. Looks whether all ranks are through with building the group
+        and the mesh, since one that still connects would be cut off, and waits for it, at most 2 s.
 
         Args:
             abort: something failed, so peers may be stuck inside a collective: NCCL groups are
-                aborted, which does not wait for them, in place of destroyed.
+                aborted, which does not wait for them, in place of destroyed. Looks at nobody.
         """
         if self._state is not State.OPEN or self._world is None or self._cache is None:
             return

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed.rendezvous import rendezvous
 
-from distctx.environment import LaunchEnvironment
+from distctx.environment import LaunchEnvironment, is_env
 from distctx.exceptions import LaunchEnvironmentError, RendezvousError, RendezvousTimeoutError
 
 if TYPE_CHECKING:  # torch.distributed has these, but its types do not say so
@@ -53,7 +53,7 @@ def open_store(
         RendezvousError: rank 0 cannot listen there.
         RendezvousTimeoutError: nobody answers there within ``timeout``.
     """
-    if init_method in (None, "env://"):
+    if is_env(init_method):
         host, port = environment.master_addr, environment.master_port
         served = environment.store_is_served
     else:

@@ -25,7 +25,7 @@ from distctx.devices import (
     same_backend,
     use_device,
 )
-from distctx.environment import LaunchEnvironment
+from distctx.environment import LaunchEnvironment, is_env
 from distctx.exceptions import (
     GroupConflictError,
     LaunchEnvironmentError,
@@ -104,7 +104,8 @@ class World:
         self.built_together.append(here)
 
     def _wait_until_built(self) -> None:
-        """No group goes while a peer is still connecting to it; long since true, but for short lives."""
+        """No group goes while a peer is still connecting to it; long since true, but for short
+        lives."""
         with contextlib.suppress(RuntimeError):  # the store has gone, and so has its server's rank
             for here in self.built_together:
                 here.wait_until_built(self.world_size)
@@ -128,8 +129,10 @@ class World:
             cache.release()
 
     def hold(self, holder: object) -> None:
-        """Keep this world until ``leave``."""
+        """Keep this world until ``leave``; from now on it is the one that others find here."""
+        global _current
         self._holders.append(holder)
+        _current = self
 
     def would_end_with(self, holder: object) -> bool:
         """Whether this world ends when ``holder`` leaves."""
@@ -157,24 +160,16 @@ def find(request: Request) -> World | None:
     Raises:
         GroupConflictError: it is not what was asked for.
     """
-    global _current
     if not dist.is_initialized():
         return None
     known = _current is not None and _current.is_alive
     world = _current if known and _current is not None else _adopt(request)
     _check(world, request)
-    _current = world
     return world
 
 
 def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -> World:
     """Start a world: meet, choose the device, make the default group. Talks to every rank."""
-    global _current
-    _current = _make(request, environment, layout)
-    return _current
-
-
-def _make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -> World:
     backend = request.backend or default_backend(request.device_type)
     check_backend(backend)
     device_type = request.device_type or device_type_of(backend)
@@ -189,7 +184,7 @@ def _make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) 
     base: Store
     if fake:
         base = _torch.fake_store()
-    elif environment.world_size == 1 and not request.store and request.init_method is None:
+    elif environment.world_size == 1 and not request.store and is_env(request.init_method):
         base = HashStore()
     else:
         if request.store is None:

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from distctx.launchers import known_variables
+
 HERE = Path(__file__).parent
 
 #: What a launcher may have set around the test run, and must not reach a test's own ranks.
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_VARIABLES = known_variables()
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -60,7 +62,8 @@ def run_bodies(
 ) -> dict[str, list[Any]]:
     """What each body returned on each rank of a torchrun job, by body, in the order of ranks.
 
-    Ranks that hang are asked for their stacks, ended, and shown; see ``value_of`` for those that raise.
+    Ranks that hang are asked for their stacks, ended, and shown; see ``value_of`` for those that
+    raise.
     """
     command = torchrun(str(HERE / "rank_main.py"), str(out), module, *bodies, nproc=nproc)
     process = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""DistributedRuntime in one process: a real gloo world of 1, and the fake backend for larger ones."""
+"""DistributedRuntime in one process: a real gloo world of 1, and the fake backend for larger
+ones."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_the_reason_for_one_process_is_logged(caplog):
 
 
 def test_one_process_inside_a_larger_job_is_warned_of(caplog, monkeypatch):
-    """One process where a batch job has more tasks is a warning, seen without any set-up of logging."""
+    """One process where a batch job has more tasks is a warning, seen without any set-up of
+    logging."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_NTASKS", "8")
     with DistributedRuntime():
@@ -85,7 +87,8 @@ def test_one_process_inside_a_larger_job_is_warned_of(caplog, monkeypatch):
 
 
 def test_states():
-    """A runtime is unopened, then open, then closed, and its group is there just while it is open."""
+    """A runtime is unopened, then open, then closed, and its group is there just while it is
+    open."""
     rt = DistributedRuntime()
     assert rt.state is State.UNOPENED
     assert not rt.owns_process_group
@@ -278,6 +281,7 @@ def test_switches():
 @pytest.mark.parametrize(
     "arguments",
     [
+        {"mesh_shape": ()},
         {"mesh_shape": (0, 2)},
         {"mesh_shape": (-1, -1)},
         {"mesh_shape": (2, 2), "mesh_dim_names": ("dp",)},
@@ -348,8 +352,8 @@ def test_an_error_of_closing_does_not_hide_the_one_inside(monkeypatch):
     def fail():
         raise OSError("no way back")
 
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
     with pytest.raises(KeyError) as caught, DistributedRuntime():
-        monkeypatch.setattr(dist, "destroy_process_group", fail)
         raise KeyError("lost")
     monkeypatch.undo()
     assert "closing failed: OSError: no way back" in caught.value.__notes__[-1]
@@ -505,7 +509,8 @@ def test_looking_builds_nothing():
 
 
 def test_describe_tells_of_any_rank_in_eighty_columns():
-    """describe() is a table of at most 80 columns about this rank or any other, before opening too."""
+    """describe() is a table of at most 80 columns about this rank or any other, before opening
+    too."""
     rt = DistributedRuntime(
         "fake", rank=5, world_size=4096, mesh_shape=(-1, 8), mesh_dim_names=NAMES
     )
@@ -525,7 +530,7 @@ def test_settings_stay_as_they_were_given():
     rt = DistributedRuntime(mesh_shape=(1,))
     with pytest.raises(AttributeError):
         rt.mesh_shape = (2,)
-    assert rt == rt  # noqa: PLR0124
+    assert rt == rt
     assert rt != DistributedRuntime(mesh_shape=(1,))
     assert len({rt, rt}) == 1
 

@@ -39,7 +39,8 @@ def nproc(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def results(nproc: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What every body gave, all run in one torchrun job, life after life on the launcher's store."""
+    """What every body gave, all run in one torchrun job, life after life on the launcher's
+    store."""
     return run_bodies("bodies", BODIES, nproc, tmp_path_factory.mktemp("ranks"))
 
 
@@ -69,7 +70,8 @@ def test_everything_is_in_its_place(results, nproc):
 
 
 def test_a_sub_mesh_and_a_group_of_several_dims(results, nproc):
-    """A sub-mesh of two dims serves HSDP; a group may span two dims; replicate × shard split the data."""
+    """A sub-mesh of two dims serves HSDP; a group may span two dims; replicate × shard split the
+    data."""
     for rank, told in enumerate(value_of(results, "spanning")):
         assert told["hsdp"] == [nproc // 2, 2]
         assert told["ranks"] == [r for r in range(nproc) if r % 2 == rank % 2]
@@ -96,7 +98,8 @@ def test_ranks_that_lived_differently_meet(results, nproc):
 
 
 def test_another_shape_is_an_error_on_every_rank(results, nproc):
-    """Ranks that ask for different shapes all get the shapes by rank, at once, and can start again."""
+    """Ranks that ask for different shapes all get the shapes by rank, at once, and can start
+    again."""
     for told in value_of(results, "disagree_on_the_shape"):
         assert told["type"] == "RankDisagreementError"
         assert told["seconds"] < 5
@@ -183,7 +186,8 @@ def test_a_barrier_names_the_absent(results, nproc):
 
 
 def test_local_ranks_are_found_out(results, nproc):
-    """RANK and WORLD_SIZE alone are a launch; the local rank comes from who else is on this host."""
+    """RANK and WORLD_SIZE alone are a launch; the local rank comes from who else is on this
+    host."""
     wanted = [["RuntimeStateError", rank, nproc] for rank in range(nproc)]
     assert value_of(results, "local_ranks_are_found") == wanted
 

@@ -1,0 +1,313 @@
+"""The meeting itself, on real stores: threads are the ranks, since a store does not know."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from distctx import (
+    LaunchEnvironment,
+    RankDisagreementError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    stores,
+)
+from distctx.rendezvous import Meeting, meet, peek
+
+
+class Counting:
+    """A store that notes the requests that go through it and through its prefixes."""
+
+    def __init__(self, store: dist.Store, requests: list[str]) -> None:
+        self.store, self.requests = store, requests
+
+    def __getattr__(self, name: str) -> Any:
+        def noted(*args: Any) -> Any:
+            self.requests.append(name)
+            return getattr(self.store, name)(*args)
+
+        return noted
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Any) -> dist.Store:
+    """A store of each kind."""
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), -1)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def come(
+    store: dist.Store, rank: int, world_size: int, seconds: float = 20.0, **wants: Any
+) -> Meeting:
+    """One rank comes to meet."""
+    return meet(
+        store,
+        rank,
+        world_size,
+        wants,
+        timedelta(seconds=seconds),
+        place="the test",
+        purpose="to test",
+        need_local=wants.pop("need_local", False),
+    )
+
+
+def together(*acts: Callable[[], Any]) -> list[Any]:
+    """What each act returned or raised, all begun at once, each in a thread."""
+    results: list[Any] = [None] * len(acts)
+
+    def one(index: int) -> None:
+        try:
+            results[index] = acts[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_all_get_the_same_word(store: dist.Store) -> None:
+    """Ranks that meet share a token, new at each meeting, and a prefix of their own."""
+    tokens = set()
+    for life in range(5):
+        acts = [lambda r=r: come(store, r, 4, shape=[2, 2]) for r in range(4)]
+        met = together(*acts)
+        assert len({one.token for one in met}) == 1
+        tokens.add(met[0].token)
+        met[0].store.set("key", str(life))
+        assert [one.store.get("key").decode() for one in met] == [str(life)] * 4
+    assert len(tokens) == 5
+
+
+def test_peek_reads_without_waiting(store: dist.Store) -> None:
+    """peek gives a key's value, or None at once, and sets nothing."""
+    assert peek(store, "key") is None
+    assert not store.check(["key"])
+    store.set("key", "value")
+    assert peek(store, "key") == "value"
+
+
+def test_local_ranks_come_from_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for it is told which of its host it is, in the order of ranks."""
+    store = dist.HashStore()
+    hosts = {"MainThread": "?"}
+    monkeypatch.setattr(socket, "gethostname", lambda: hosts[threading.current_thread().name])
+    for index, host in enumerate("abab"):
+        hosts[f"rank {index}"] = host
+
+    def one(rank: int) -> Meeting:
+        threading.current_thread().name = f"rank {rank}"
+        return come(store, rank, 4, need_local=True)
+
+    met = together(*(lambda r=r: one(r) for r in range(4)))
+    assert [one.local for one in met] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_old_rooms_are_left_alone(store: dist.Store) -> None:
+    """Rooms of a run that was killed, settled or not, hold nobody up."""
+    for _ in range(3):
+        room = dist.PrefixStore(str(store.add("rooms", 1)), store)
+        room.set("rank/1", json.dumps({"rank": 1, "host": "dead", "pid": 1, "wants": {}}))
+    acts = [lambda r=r: time.sleep(0.3 * (r == 0)) or come(store, r, 2) for r in range(2)]
+    met = together(*acts)
+    assert met[0].token == met[1].token
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_the_last_may_come_late(late: int) -> None:
+    """Whoever comes last, within the time, all meet."""
+    store = dist.HashStore()
+    acts = [lambda r=r: time.sleep(0.5 * (r == late)) or come(store, r, 4) for r in range(4)]
+    assert len({one.token for one in together(*acts)}) == 1
+
+
+def test_disagreement_is_told_to_all(store: dist.Store) -> None:
+    """Every rank gets what each asked for, only where it differs."""
+    acts = [lambda r=r: come(store, r, 4, shape=[4 if r == 2 else 2], same=1) for r in range(4)]
+    for error in together(*acts):
+        assert isinstance(error, RankDisagreementError)
+        assert error.values == {r: {"shape": [4 if r == 2 else 2]} for r in range(4)}
+        assert "ranks 0, 1, 3: shape=(2,)" in str(error)
+        assert "rank 2: shape=(4,)" in str(error)
+
+
+def test_disagreement_does_not_wait_for_the_absent() -> None:
+    """Ranks that disagree are told soon, though others have not come."""
+    store = dist.HashStore()
+    start = time.monotonic()
+    acts = [lambda r=r: come(store, r, 4, shape=r) for r in range(2)]
+    errors = together(*acts)
+    assert time.monotonic() - start < 5
+    assert all(isinstance(error, RankDisagreementError) for error in errors)
+
+
+def test_a_rank_of_another_world_size_is_told(store: dist.Store) -> None:
+    """A rank that believes in a larger world, outside this one, is met and named."""
+    errors = together(*(lambda r=r, s=s: come(store, r, s, 2.0) for r, s in {0: 3, 5: 6}.items()))
+    for error in errors:
+        assert isinstance(error, RankDisagreementError)
+        assert error.values == {0: {"world_size": 3}, 5: {"world_size": 6}}
+
+
+def test_the_absent_are_named_to_all_who_came(store: dist.Store) -> None:
+    """When time is over, each rank that came names the absent, the present and the place."""
+    for error in together(*(lambda r=r: come(store, r, 5, 0.7) for r in (0, 2, 4))):
+        assert isinstance(error, RendezvousTimeoutError)
+        assert error.missing_ranks == (1, 3)
+        assert "2 of 5 ranks did not come to test within 0.7 s at the test: ranks 1, 3" in str(
+            error
+        )
+        assert f"rank 2 ({socket.gethostname()}, pid " in str(error)
+
+
+def test_one_whose_time_is_over_gives_up_for_all() -> None:
+    """A rank cannot leave while another says go: the first to give up settles the room."""
+    store = dist.HashStore()
+    waits = {0: 20.0, 1: 0.5}
+    start = time.monotonic()
+    errors = together(*(lambda r=r: come(store, r, 3, waits[r]) for r in (0, 1)))
+    assert time.monotonic() - start < 10
+    assert [error.missing_ranks for error in errors] == [(2,), (2,)]
+
+
+def test_without_rank_zero_only_that_is_known() -> None:
+    """Without rank 0 there is no room; the others say so when their time is over."""
+    (error,) = together(lambda: come(dist.HashStore(), 1, 2, 0.3))
+    assert isinstance(error, RendezvousTimeoutError)
+    assert error.missing_ranks == (0,)
+
+
+def test_who_comes_late_does_not_start() -> None:
+    """A rank that comes after the others gave up waits for a new room, and says why it has none."""
+    store = dist.HashStore()
+    together(lambda: come(store, 0, 2, 0.2))
+    (error,) = together(lambda: come(store, 1, 2, 0.3))
+    assert error.missing_ranks == (0,)
+    assert "gave up; this rank came too late" in str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_two_processes_with_one_rank(rank: int) -> None:
+    """Where two claim a rank, every process gets an error that says which rank and who."""
+    store = dist.HashStore()
+    ranks = [0, 1, 2, rank] if rank else [0, 0, 1]
+    errors = together(*(lambda r=r: come(store, r, 4, 3.0) for r in ranks))
+    taken = [error for error in errors if type(error) is RendezvousError]
+    assert taken
+    assert all(f"claim rank {rank}" in str(error) for error in taken)
+    assert all(isinstance(error, RendezvousError) for error in errors)
+
+
+def test_an_interrupted_wait_takes_its_arrival_back() -> None:
+    """A wait that is interrupted leaves no arrival behind, so the rank can come again."""
+    store = dist.HashStore()
+
+    class Stop(BaseException):
+        pass
+
+    def stop(_: float) -> None:
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distctx.rendezvous.time.sleep", stop)
+        with pytest.raises(Stop):
+            come(store, 0, 2)
+    room = dist.PrefixStore("1", store)
+    assert room.add("arrived", 0) == 0
+    assert peek(room, "rank/0") is None
+    met = together(*(lambda r=r: come(store, r, 2) for r in range(2)))
+    assert met[0].token == met[1].token
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 32])
+def test_requests_do_not_grow_with_the_world(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's requests are a fixed number, and a fixed number for each pause while it waits."""
+    store, pauses = dist.HashStore(), Counter()
+
+    def prefixed(prefix: str, inner: Any) -> Counting:
+        return Counting(dist.PrefixStore(prefix, inner.store), inner.requests)
+
+    def pause(seconds: float) -> None:
+        pauses[threading.current_thread()] += 1
+        sleep(seconds)
+
+    sleep = time.sleep
+    monkeypatch.setattr("distctx.rendezvous.PrefixStore", prefixed)
+    monkeypatch.setattr("distctx.rendezvous.time.sleep", pause)
+
+    def one(rank: int) -> tuple[int, int]:
+        counting = Counting(store, [])
+        come(counting, rank, world_size)
+        return len(counting.requests), pauses[threading.current_thread()]
+
+    for requests, waits in together(*(lambda r=r: one(r) for r in range(world_size))):
+        assert requests <= 10 + 7 * waits
+
+
+def test_nobody_listens_is_an_error_in_time() -> None:
+    """A client of a port where nobody listens gives up after its time, not a multiple of it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = LaunchEnvironment("torchrun", 1, 2, master_addr="127.0.0.1", master_port=port)
+    start = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError, match="Rank 0 does not answer") as caught:
+        stores.open_store(environment, None, timedelta(seconds=0.5))
+    assert time.monotonic() - start < 3
+    assert caught.value.missing_ranks == (0,)
+
+
+def test_a_taken_port_is_an_error_at_once() -> None:
+    """Rank 0 says at once that its port is taken, and what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = LaunchEnvironment("torchrun", 0, 2, master_addr="127.0.0.1", master_port=port)
+        with pytest.raises(RendezvousError, match="port is taken by another process"):
+            stores.open_store(environment, None, timedelta(seconds=20))
+
+
+def test_a_name_that_does_not_resolve_is_said() -> None:
+    """A host that no name service knows is an error after the rendezvous timeout that says so."""
+    environment = LaunchEnvironment(
+        "torchrun", 1, 2, master_addr="no-such-host.invalid", master_port=29500
+    )
+    with pytest.raises(RendezvousTimeoutError, match=r"[Nn]ame"):
+        stores.open_store(environment, None, timedelta(seconds=0.5))
+
+
+def test_a_store_is_kept() -> None:
+    """The same place is one store in a process, however often it is opened."""
+    environment = LaunchEnvironment("torchrun", 0, 2, master_addr="127.0.0.1", master_port=0)
+    first, _ = stores.open_store(environment, None, timedelta(seconds=5))
+    again, _ = stores.open_store(environment, None, timedelta(seconds=5))
+    assert again is first
+    stores._kept.clear()
+
+
+def test_leaving_waits_for_those_who_still_build() -> None:
+    """A rank that is through waits, in bounds, until all have built."""
+    meeting = Meeting("word", dist.HashStore())
+    meeting.report_built()
+    assert not meeting.wait_until_built(2)
+    meeting.report_built()
+    assert meeting.wait_until_built(2)
