@@ -29,6 +29,7 @@ __all__ = ["run", "start"]
 
 def start(args: argparse.Namespace, arguments: list[str]) -> int:
     """Start ``--nproc`` ranks of this very command with torch's elastic launcher."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -51,12 +52,13 @@ def start(args: argparse.Namespace, arguments: list[str]) -> int:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        rdzv_configs={"timeout": args.timeout},
         max_restarts=0,
         local_addr="127.0.0.1",
     )
     try:
         elastic_launch(config, sys.executable)("-m", "distctx", *arguments, "--launched")
+    except SignalException as error:
+        return 128 + int(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message = " ".join(str(failure.message).split())

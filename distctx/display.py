@@ -21,25 +21,43 @@ __all__ = ["Description", "describe", "draw", "elide", "summary", "table"]
 _DOTS = "…"
 
 
-def elide(number: int, room: int) -> list[int | None]:
-    """Which of ``number`` things to show where ``room`` fit; None stands for those left out."""
-    if number <= max(room, 1):
+def elide(number: int, room: int, keep: int | None = None) -> list[int | None]:
+    """Which of ``number`` things to show where ``room`` fit; None stands for those left out.
+
+    The first ones and the last are shown, and ``keep``, whichever it is.
+    """
+    if number <= max(room, 2):
         return list(range(number))
-    head = max(room - 2, 1)
-    return [*range(head), None, number - 1]
+    kept = {*range(max(room - 2, 1)), number - 1}
+    shown: list[int | None] = []
+    before = -1
+    for one in sorted(kept if keep is None else kept | {keep}):
+        if one > before + 1:
+            shown.append(None)
+        shown.append(one)
+        before = one
+    return shown
 
 
-def group_name(members: Sequence[range], room: int = 8) -> str:
-    """The ranks of a group, elided; ``members`` as ``MeshLayout.members`` gives them."""
+def group_name(members: Sequence[range], width: int) -> str:
+    """The ranks of a group, at most 8 and elided to ``width`` columns where that can be.
+
+    ``members`` is the group as ``MeshLayout.members`` gives it.
+    """
     size = math.prod(len(part) for part in members)
-    shown = []
-    for position in elide(size, room):
-        rank, rest = 0, position or 0
-        for part in reversed(members):
-            rest, index = divmod(rest, len(part))
-            rank += part[index]
-        shown.append(_DOTS if position is None else str(rank))
-    return ", ".join(shown)
+    name = ""
+    for room in range(8, 2, -1):
+        shown = []
+        for position in elide(size, room):
+            rank, rest = 0, position or 0
+            for part in reversed(members):
+                rest, index = divmod(rest, len(part))
+                rank += part[index]
+            shown.append(_DOTS if position is None else str(rank))
+        name = ", ".join(shown)
+        if len(name) <= width:
+            break
+    return name
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
@@ -78,10 +96,13 @@ def draw(
     names = layout.dim_names
     digits = len(str(layout.world_size - 1))
     label = "" if layout.ndim < 2 else f"{names[-2]}={down - 1}"
-    cells = max((width - len(label) - 2) // (digits + 3), 3)
-    columns = elide(right, cells)
-    blocks = elide(math.prod(outer), max(height // (min(down, 8) + 3), 2))
-    rows = elide(down, max(height // len(blocks) - 2, 3))
+    fits = (width - len(label) - 2) // (digits + 3)
+    cells = fits if right <= fits else max(fits - 2, 3)
+    # Where the own rank stands is never left out.
+    at = (None,) * 3 if rank is None else _position(rank, down, right)
+    columns = elide(right, cells, at[2])
+    blocks = elide(math.prod(outer), max(height // (min(down, 8) + 3), 2), at[0])
+    rows = elide(down, max(height // len(blocks) - 2, 3), at[1])
 
     def cell(base: int, column: int | None) -> str:
         if column is None:
@@ -117,8 +138,15 @@ def draw(
     if coordinate is not None and rank is not None:
         picture += ["", f"[{rank}] rank {rank} at {layout.name_of(coordinate)}"]
     if groups:
-        picture += ["", *_group_lines(layout, dims, rank)]
+        picture += ["", *_group_lines(layout, dims, rank, width)]
     return "\n".join(picture)
+
+
+def _position(rank: int, down: int, right: int) -> tuple[int, int, int]:
+    """Block, row and column of a rank."""
+    rest, column = divmod(rank, right)
+    block, row = divmod(rest, down)
+    return block, row, column
 
 
 def _differs_only_in(dims: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
@@ -133,12 +161,15 @@ def _outer_name(names: Sequence[str], outer: Sequence[int], block: int) -> str:
     return ", ".join(reversed(parts))
 
 
-def _group_lines(layout: MeshLayout, dims: Sequence[int], rank: int | None) -> Iterator[str]:
+def _group_lines(
+    layout: MeshLayout, dims: Sequence[int], rank: int | None, width: int
+) -> Iterator[str]:
     name = ", ".join(layout.dim_names[dim] for dim in dims)
     size = layout.size(*dims)
     number = layout.world_size // size
     if rank is not None:
-        yield f"( ) its {name} group: {group_name(layout.members(rank, *dims))}"
+        text = f"( ) its {name} group: "
+        yield text + group_name(layout.members(rank, *dims), width - len(text))
     yield f"{name} groups: {number} of {size} rank{'s' if size > 1 else ''}"
     others = [dim for dim in range(layout.ndim) if dim not in dims]
     strides = layout.strides
@@ -150,7 +181,7 @@ def _group_lines(layout: MeshLayout, dims: Sequence[int], rank: int | None) -> I
         for dim in reversed(others):
             rest, index = divmod(rest, layout.shape[dim])
             first += index * strides[dim]
-        yield f"  {group_name(layout.members(first, *dims))}"
+        yield f"  {group_name(layout.members(first, *dims), width - 2)}"
 
 
 @attrs.frozen
@@ -190,11 +221,7 @@ class Description:
             ("tp_size", str(self.tp_size)),
         ]
         for name, index in self.coordinate.items():
-            members = self.groups[name]
-            room = 8
-            while room > 3 and len(group_name(members, room)) > 50:
-                room -= 1
-            rows.append((f"{name}={index}", f"with {group_name(members, room)}"))
+            rows.append((f"{name}={index}", f"with {group_name(self.groups[name], 50)}"))
         wide = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(wide)}  {value}"[:80] for name, value in rows)
 

@@ -654,7 +654,7 @@ class TestWhatOnceWentWrong:
         assert address(detect({**SRUN, "PMI_RANK": "8", "PMI_SIZE": "9"})) == address(detect(SRUN))
 
     def test_number_beyond_reason(self):
-        """A number of thousands of digits is a fault like any that is no number, and shown short."""
+        """A number of thousands of digits is a fault like any other, and shown short."""
         message = refusal({**TORCHRUN, "RANK": "9" * 5000})
         assert "is not a whole number" in message
         assert len(message) < 500
