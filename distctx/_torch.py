@@ -5,6 +5,7 @@ Nothing else in distctx touches a private name of torch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ __all__ = [
     "accelerator_type",
     "default_store",
     "default_timeout",
+    "end_groups",
     "fake_store",
     "flattened_group",
     "group_timeout",
@@ -179,6 +181,17 @@ def abort_world(bound: float) -> bool:
     if failure:
         raise failure[0]
     return not thread.is_alive()
+
+
+def end_groups(groups: Sequence[Any], *, abort: bool) -> None:
+    """End sub-groups that were made here, the last first; quiet about what somebody ended before.
+
+    ``abort``: without waiting for peers, where torch can (see ``abort_world``).
+    """
+    end = getattr(c10d, "_abort_process_group", None) if abort else None
+    for group in reversed(groups):
+        with contextlib.suppress(ValueError, AssertionError):
+            (end or dist.destroy_process_group)(group)
 
 
 def fake_store() -> Store:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from distctx import _torch
-from distctx.environment import LaunchEnvironment
 from distctx.exceptions import LaunchEnvironmentError
 
 __all__ = [
@@ -110,7 +109,7 @@ def as_device(device: Any) -> torch.device:
 
 
 def choose_device(
-    device_type: str, environment: LaunchEnvironment, asked: torch.device | None, fake: bool
+    device_type: str, local_rank: int | None, *, asked: torch.device | None, backend: str
 ) -> torch.device:
     """The device of this process: the one asked for, else by local rank, else the only one there
     is."""
@@ -125,7 +124,7 @@ def choose_device(
             f"device={str(asked)!r} is not of device_type={device_type!r}, which follows from the "
             "backend where it is not given; pass backend= or device_type= that fit the device."
         )
-    if bare.type in ("cpu", "meta") or fake:
+    if bare.type in ("cpu", "meta") or backend == "fake":
         return asked or bare
     handle = _handle(bare.type)
     count = handle.device_count() if hasattr(handle, "device_count") else 0
@@ -135,12 +134,12 @@ def choose_device(
             "device_type='cpu' and backend='gloo' to run without."
         )
     # One visible device for each process is common; its index is 0 whatever the local rank is.
-    index = 0 if count == 1 else environment.local_rank
+    index = 0 if count == 1 else local_rank
     if asked is not None and asked.index is not None:
         index = asked.index
     if index is None or not 0 <= index < count:
         raise LaunchEnvironmentError(
-            f"This is local rank {environment.local_rank}, but torch sees {count} {bare.type} "
+            f"This is local rank {local_rank}, but torch sees {count} {bare.type} "
             f"devices here (0 to {count - 1}); start at most {count} processes on a host, or pass "
             "device=."
         )

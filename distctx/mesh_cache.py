@@ -4,7 +4,6 @@ object."""
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MeshCache"]
 
-log = logging.getLogger("distctx")
-
 
 @attrs.define(eq=False, repr=False)
 class MeshCache:
@@ -38,6 +35,7 @@ class MeshCache:
     layout: MeshLayout
     device_type: str
     timeout: timedelta
+    rendezvous_timeout: timedelta
 
     holders: int = attrs.field(init=False, default=0)
     _root: DeviceMesh | None = attrs.field(init=False, default=None)
@@ -83,13 +81,12 @@ class MeshCache:
                 self._spanning[dims] = self._build_spanning(token, dims, ranks)
         return self._spanning[dims]
 
-    def release(self) -> None:
-        """Destroy what was made here, and nothing else. Talks to nobody."""
+    def forget(self) -> list[Any]:
+        """Let go of everything; returns the groups that were made here, for the caller to end."""
         made, self._made, self._root = self._made, [], None
         self._submeshes.clear()
         self._spanning.clear()
-        if self.world.is_alive:
-            _destroy(made)
+        return made
 
     def _build_named(self, token: str) -> DeviceMesh:
         groups = []
@@ -151,19 +148,11 @@ class MeshCache:
             "mesh_shape": list(self.layout.shape),
             "mesh_dim_names": list(self.layout.dim_names),
         }
-        with self.world.meeting(purpose, wants) as token:
+        with self.world.meeting(purpose, wants, self.rendezvous_timeout) as token:
             before = len(self._made)
             try:
                 yield token
             except BaseException:
                 made, self._made = self._made[before:], self._made[:before]
-                _destroy(made)
+                _torch.end_groups(made, abort=False)
                 raise
-
-
-def _destroy(groups: list[Any]) -> None:
-    for group in reversed(groups):
-        try:
-            dist.destroy_process_group(group)
-        except (ValueError, AssertionError):
-            log.debug("a group was destroyed by somebody else before", exc_info=True)

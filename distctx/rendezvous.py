@@ -35,8 +35,7 @@ log = logging.getLogger("distctx")
 _REPORT_AFTER = 5.0
 #: Seconds given to the rest to arrive once some are known to disagree, so that all are told.
 _GRACE = 0.5
-#: Seconds that a rank which is through stays for the others: to read why a room failed, or to
-#: build.
+#: Seconds that a rank stays until the others have read why a room failed.
 _LINGER = 2.0
 #: How far beyond its own world, as a factor, a rank looks for those that believe in a larger one.
 _FARTHEST = 64
@@ -65,18 +64,18 @@ class Meeting(NamedTuple):
         """This rank has built what the ranks met for."""
         self.store.add("built", 1)
 
-    def wait_until_built(self, world_size: int) -> bool:
-        """Whether all ranks have built it; waits for those that still do, for a few seconds.
+    def wait_until_built(self, world_size: int, end: float) -> bool:
+        """Whether all ranks have built it; waits for those that still do, until ``end``.
 
         A rank that destroys a group at once cuts off peers that are still connecting to each other:
         they fail with "connection closed by peer".
         """
-        end = time.monotonic() + _LINGER
-        for pause in backoff(longest=0.1):
-            if self.store.add("built", 0) >= world_size or time.monotonic() > end:
-                break
-            time.sleep(pause)
-        return time.monotonic() <= end
+        pauses = backoff(longest=0.1)
+        while self.store.add("built", 0) < world_size:
+            if time.monotonic() > end:
+                return False
+            time.sleep(next(pauses))
+        return True
 
 
 def peek(store: Store, key: str) -> str | None:

@@ -110,6 +110,7 @@ class DistributedRuntime(Placed):
     _request: Request = attrs.field(init=False)
     _asked_layout: MeshLayout | None = attrs.field(init=False)
     _state: State = attrs.field(init=False, default=State.UNOPENED)
+    _environment: LaunchEnvironment | None = attrs.field(init=False, default=None)
     _place: Place | None = attrs.field(init=False, default=None)
     _world: World | None = attrs.field(init=False, default=None)
     _cache: MeshCache | None = attrs.field(init=False, default=None)
@@ -175,16 +176,20 @@ class DistributedRuntime(Placed):
             request = request._replace(device=devices.as_device(self._device))
         there = world.find(request)
         environment = self._detect(there, needs_address=True)
+        outer = self._outer()
         layout, parallelism = self._resolve(environment.world_size)
         place = Place.of(environment.rank, layout, parallelism)
         if there is None and environment.reason:
             level = logging.WARNING if environment.is_doubtful else logging.INFO
             log.log(level, "starting a world of 1: %s", environment.reason)
         life = there or world.make(request, environment, layout)
-        life.hold(self)
-        device_type = self.device_type or life.device.type
-        self._world, self._place = life, place
-        self._cache = life.take_cache(layout, device_type)
+        if outer is not None and outer._cache is not None and outer._world is life:
+            cache = outer._cache
+        else:
+            cache = life.take_cache(layout, self.device_type or life.device.type, request)
+        life.hold(self, cache)
+        self._world, self._cache = life, cache
+        self._environment, self._place = life.environment, place
         self._state = State.OPEN
         _open.append(self)
         return self
@@ -206,9 +211,7 @@ class DistributedRuntime(Placed):
         self._submeshes.clear()
         self._groups.clear()
         _open.remove(self)
-        with contextlib.ExitStack() as steps:
-            steps.callback(life.leave, self, abort=abort)
-            steps.callback(life.give_cache, cache, abort=abort)
+        life.leave(self, cache, abort=abort)
 
     def __enter__(self) -> DistributedRuntime:
         return self.open()
@@ -252,16 +255,15 @@ class DistributedRuntime(Placed):
         if local_rank is None:
             raise RuntimeStateError(
                 "The launcher does not say which rank of its host this is (LOCAL_RANK is not set), "
-                "and only ranks that start their world together find out: set LOCAL_RANK, or open "
-                "a "
-                "runtime that makes the process group."
+                "and ranks find out only when they start their world with distctx: set LOCAL_RANK, "
+                "or ask after open()."
             )
         return local_rank
 
     @property
     def environment(self) -> LaunchEnvironment:
         """What the launcher said; with what the ranks found out, once open. Talks to nobody."""
-        return self._detect(self._world)
+        return self._environment or self._detect(_open[-1]._world if _open else None)
 
     @property
     def device(self) -> torch.device:
@@ -402,19 +404,23 @@ class DistributedRuntime(Placed):
             needs_address=needs_address and self.store is None and self._request.backend != "fake",
         )
 
+    def _outer(self) -> DistributedRuntime | None:
+        """The open runtime whose layout and mesh this one has, since it asks for none."""
+        if self._asked_layout is not None:
+            return None
+        return next((rt for rt in reversed(_open) if rt is not self), None)
+
     def _resolve(self, world_size: int) -> tuple[MeshLayout, Parallelism]:
-        """The layout for a world, and what splits what; both the open runtime's where none is
-        asked."""
-        outer = next((rt for rt in reversed(_open) if rt is not self), None)
-        if self._asked_layout is None and outer is not None and outer._place is not None:
-            own, outers = self._parallelism(), outer._parallelism()
-            if own.dp_mesh_dim is None:
-                own = own._replace(dp_mesh_dim=outers.dp_mesh_dim)
-            if own.tp_mesh_dim is None:
-                own = own._replace(tp_mesh_dim=outers.tp_mesh_dim)
-            return outer._place.layout, own
-        layout = self._asked_layout or MeshLayout((-1,))
-        return layout.resolve(world_size), self._parallelism()
+        """The layout for a world, and what splits what; the outer runtime's where none is asked."""
+        own, outer = self._parallelism(), self._outer()
+        if outer is None:
+            return (self._asked_layout or MeshLayout((-1,))).resolve(world_size), own
+        outers = outer._parallelism()
+        if own.dp_mesh_dim is None:
+            own = own._replace(dp_mesh_dim=outers.dp_mesh_dim)
+        if own.tp_mesh_dim is None:
+            own = own._replace(tp_mesh_dim=outers.tp_mesh_dim)
+        return outer.layout, own
 
     def _known_place(self) -> Place:
         """The place of this rank: of the life that is or was, else of the one that would be."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -43,6 +45,8 @@ log = logging.getLogger("distctx")
 
 #: Seconds that an abort may take before the groups are left to the end of the process.
 _ABORT_BOUND = 30.0
+#: Seconds that a clean end waits for peers that still connect to its groups.
+_BUILD_BOUND = 2.0
 
 _current: World | None = None
 
@@ -66,7 +70,7 @@ class World:
     turns: int = attrs.field(init=False, default=0)
     built_together: list[Meeting] = attrs.field(init=False, factory=list)
     _holders: list[object] = attrs.field(init=False, factory=list)
-    _caches: dict[tuple[MeshLayout, str], MeshCache] = attrs.field(init=False, factory=dict)
+    _caches: dict[tuple[Any, ...], MeshCache] = attrs.field(init=False, factory=dict)
     _undo: contextlib.ExitStack = attrs.field(init=False, factory=contextlib.ExitStack)
 
     @property
@@ -75,7 +79,7 @@ class World:
         return dist.is_initialized() and dist.group.WORLD is self.group
 
     @contextlib.contextmanager
-    def meeting(self, purpose: str, wants: Mapping[str, Any]) -> Iterator[str]:
+    def meeting(self, purpose: str, wants: Mapping[str, Any], timeout: timedelta) -> Iterator[str]:
         """A block in which all ranks build the same; gives a word for it. Talks to every rank.
 
         Raises:
@@ -95,7 +99,7 @@ class World:
             self.rank,
             self.world_size,
             wants,
-            self.rendezvous_timeout,
+            timeout,
             place=self.place,
             purpose=purpose,
         )
@@ -103,53 +107,55 @@ class World:
         here.report_built()
         self.built_together.append(here)
 
-    def _wait_until_built(self) -> None:
-        """No group goes while a peer is still connecting to it; long since true, but for short
-        lives."""
-        with contextlib.suppress(RuntimeError):  # the store has gone, and so has its server's rank
-            for here in self.built_together:
-                here.wait_until_built(self.world_size)
-        self.built_together.clear()
-
-    def take_cache(self, layout: MeshLayout, device_type: str) -> MeshCache:
-        """What is built of a layout here, shared by all who hold it."""
-        key = (layout, device_type)
+    def take_cache(self, layout: MeshLayout, device_type: str, request: Request) -> MeshCache:
+        """What is built of a layout here, shared by all who ask for it with the same times."""
+        timeout = request.timeout or self.timeout
+        rendezvous_timeout = request.rendezvous_timeout or self.rendezvous_timeout
+        key = (layout, device_type, timeout, rendezvous_timeout)
         if key not in self._caches:
-            self._caches[key] = MeshCache(self, layout, device_type, self.timeout)
-        self._caches[key].holders += 1
+            self._caches[key] = MeshCache(self, *key)
         return self._caches[key]
 
-    def give_cache(self, cache: MeshCache, *, abort: bool) -> None:
-        """The counterpart of ``take_cache``; the last one destroys what was built."""
-        cache.holders -= 1
-        if cache.holders == 0:
-            if not abort:
-                self._wait_until_built()
-            self._caches.pop((cache.layout, cache.device_type), None)
-            cache.release()
-
-    def hold(self, holder: object) -> None:
-        """Keep this world until ``leave``; from now on it is the one that others find here."""
+    def hold(self, holder: object, cache: MeshCache) -> None:
+        """Keep this world, and what is built of a layout, until ``leave``."""
         global _current
         self._holders.append(holder)
+        cache.holders += 1
         _current = self
 
     def would_end_with(self, holder: object) -> bool:
         """Whether this world ends when ``holder`` leaves."""
         return self.owned and self._holders == [holder]
 
-    def leave(self, holder: object, *, abort: bool) -> None:
-        """Let go; the last holder ends a world that distctx made. Talks to nobody, waits for
-        nobody."""
+    def leave(self, holder: object, cache: MeshCache, *, abort: bool) -> None:
+        """Let go. The last holder ends a world that distctx made; of another's, only the sub-groups
+        made here go. Talks to nobody."""
         global _current
+        ends = self.would_end_with(holder)
         self._holders.remove(holder)
+        cache.holders -= 1
+        if not abort and (ends or cache.holders == 0):
+            self._wait_until_built()
+        if cache.holders == 0:
+            self._caches = {key: one for key, one in self._caches.items() if one is not cache}
+            made = cache.forget()
+            if self.is_alive and not ends:
+                _torch.end_groups(made, abort=abort and "nccl" in self.backend)
         if self._holders:
             return
         if _current is self:
             _current = None
         with self._undo:
-            if self.owned and self.is_alive:
+            if ends and self.is_alive:
                 _end(self.backend, abort)
+
+    def _wait_until_built(self) -> None:
+        """No group goes while a peer still connects to it: long past, but in the shortest lives."""
+        end = time.monotonic() + _BUILD_BOUND
+        with contextlib.suppress(RuntimeError):  # the store has gone, and so has its server's rank
+            for here in self.built_together:
+                here.wait_until_built(self.world_size, end)
+        self.built_together.clear()
 
 
 def find(request: Request) -> World | None:
@@ -169,53 +175,51 @@ def find(request: Request) -> World | None:
 
 
 def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -> World:
-    """Start a world: meet, choose the device, make the default group. Talks to every rank."""
+    """Start a world: choose the device, meet, make the default group. Talks to every rank.
+
+    Raises:
+        LaunchEnvironmentError: this host lacks the backend or the device; before any socket opens.
+        RendezvousError: and what is below it; see ``meet``.
+    """
     backend = request.backend or default_backend(request.device_type)
     check_backend(backend)
     device_type = request.device_type or device_type_of(backend)
     timeout = request.timeout or _torch.default_timeout(backend)
     rendezvous_timeout = request.rendezvous_timeout or timeout
-    fake = backend == "fake"
-    device = None
-    if environment.local_rank is not None or device_type == "cpu" or request.device or fake:
-        device = choose_device(device_type, environment, request.device, fake)
-    token, store, place = secrets.token_hex(4), None, "this process"
-    meeting: Meeting | None = None
-    base: Store
-    if fake:
-        base = _torch.fake_store()
-    elif environment.world_size == 1 and not request.store and is_env(request.init_method):
-        base = HashStore()
+    choose = functools.partial(choose_device, device_type, asked=request.device, backend=backend)
+    early = environment.local_rank is not None or device_type == "cpu" or request.device is not None
+    device = choose(environment.local_rank) if early else None
+    if backend == "fake" or (
+        environment.world_size == 1 and request.store is None and is_env(request.init_method)
+    ):
+        meeting = None
+        store: Store = _torch.fake_store() if backend == "fake" else HashStore()
+        place = "this process"
     else:
-        if request.store is None:
-            base, place = open_store(environment, request.init_method, rendezvous_timeout)
-            base.set_timeout(timeout)
-        else:
-            base, place = request.store, type(request.store).__name__
-        meeting = meet(
-            PrefixStore("distctx", base),
-            environment.rank,
-            environment.world_size,
-            {
-                "backend": backend,
-                "mesh_shape": list(layout.shape),
-                "mesh_dim_names": list(layout.dim_names),
-            },
-            rendezvous_timeout,
-            place=place,
-            purpose="to start the world",
-            need_local=environment.local_rank is None,
+        meeting, place = _meet_to_start(
+            request, environment, layout, backend, device_type, timeout, rendezvous_timeout
         )
-        token, base = meeting.token, meeting.store
-        store = base
+        store = PrefixStore("group", meeting.store)
         if meeting.local is not None:
+            local_rank, local_world_size = meeting.local
             environment = attrs.evolve(
-                environment, local_rank=meeting.local[0], local_world_size=meeting.local[1]
+                environment, local_rank=local_rank, local_world_size=local_world_size
             )
-    device = device or choose_device(device_type, environment, request.device, fake)
+    device = device or choose(environment.local_rank)
+    arguments: dict[str, Any] = {
+        "backend": backend,
+        "store": store,
+        "rank": environment.rank,
+        "world_size": environment.world_size,
+        "timeout": timeout,
+    }
+    if request.pg_options is not None:
+        arguments["pg_options"] = request.pg_options
+    if binds_device(backend, device):
+        arguments["device_id"] = device
     with contextlib.ExitStack() as undo:
         undo.enter_context(use_device(device))
-        _init(request, backend, device, environment, base, token, timeout, undo)
+        _init(meeting.token if meeting else secrets.token_hex(4), arguments, undo)
         world = World(
             group=dist.group.WORLD,
             rank=environment.rank,
@@ -226,7 +230,7 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
             owned=True,
             timeout=timeout,
             rendezvous_timeout=rendezvous_timeout,
-            store=store,
+            store=meeting.store if meeting else None,
             place=place,
         )
         world._undo = undo.pop_all()
@@ -236,32 +240,45 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
     return world
 
 
-def _init(
+def _meet_to_start(
     request: Request,
-    backend: str,
-    device: torch.device,
     environment: LaunchEnvironment,
-    base: Store,
-    token: str,
+    layout: MeshLayout,
+    backend: str,
+    device_type: str,
     timeout: timedelta,
-    undo: contextlib.ExitStack,
-) -> None:
-    """torch's own start, with the names of its groups moved on and its excepthook taken off
-    again."""
-    arguments: dict[str, Any] = {"pg_options": request.pg_options} if request.pg_options else {}
-    if binds_device(backend, device):
-        arguments["device_id"] = device
+    rendezvous_timeout: timedelta,
+) -> tuple[Meeting, str]:
+    """The meeting before a world is made, and the place of its store in words."""
+    if request.store is None:
+        store, place = open_store(environment, request.init_method, rendezvous_timeout)
+        store.set_timeout(timeout)
+    else:
+        store, place = request.store, f"the {type(request.store).__name__} that was given"
+    meeting = meet(
+        PrefixStore("distctx", store),
+        environment.rank,
+        environment.world_size,
+        {
+            "backend": backend,
+            "device_type": device_type,
+            "mesh_shape": list(layout.shape),
+            "mesh_dim_names": list(layout.dim_names),
+        },
+        rendezvous_timeout,
+        place=place,
+        purpose="to start the world",
+        need_local=environment.local_rank is None,
+    )
+    return meeting, place
+
+
+def _init(token: str, arguments: dict[str, Any], undo: contextlib.ExitStack) -> None:
+    """torch's own start, its group names moved on, its excepthook to be taken off again."""
     hook = sys.excepthook
     try:
         _torch.move_group_names(token)
-        dist.init_process_group(
-            backend=backend,
-            store=PrefixStore("group", base) if backend != "fake" else base,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
-            **arguments,
-        )
+        dist.init_process_group(**arguments)
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -308,6 +308,6 @@ def test_leaving_waits_for_those_who_still_build() -> None:
     """A rank that is through waits, in bounds, until all have built."""
     meeting = Meeting("word", dist.HashStore())
     meeting.report_built()
-    assert not meeting.wait_until_built(2)
+    assert not meeting.wait_until_built(2, time.monotonic() + 0.1)
     meeting.report_built()
-    assert meeting.wait_until_built(2)
+    assert meeting.wait_until_built(2, time.monotonic())
