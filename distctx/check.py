@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distctx import display
-from distctx.devices import check_backend, default_backend
+from distctx.devices import check_backend, default_backend, gloo_on_loopback
 from distctx.environment import LaunchEnvironment
 from distctx.exceptions import DistctxError, LaunchEnvironmentError
 from distctx.layout import MeshLayout
@@ -56,7 +56,8 @@ def start(args: argparse.Namespace, arguments: list[str]) -> int:
         local_addr="127.0.0.1",
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "distctx", *arguments, "--launched")
+        with gloo_on_loopback():  # the ranks inherit it
+            elastic_launch(config, sys.executable)("-m", "distctx", *arguments, "--launched")
     except SignalException as error:
         return 128 + int(error.sigval)
     except ChildFailedError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ __all__ = [
     "current_device",
     "default_backend",
     "device_type_of",
+    "gloo_on_loopback",
     "same_backend",
     "use_device",
 ]
@@ -182,3 +185,21 @@ def use_device(device: torch.device) -> Iterator[None]:
     finally:
         if before is not None:
             handle.set_device(before)
+
+
+@contextlib.contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Let the gloo groups made in this block listen on loopback alone, unless the user says where.
+
+    gloo listens even in a world of 1, and takes its interface from the environment only.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
+    if name in os.environ or loopback is None:
+        yield
+        return
+    os.environ[name] = loopback
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)

@@ -228,8 +228,9 @@ class Description:
 
 def describe(runtime: DistributedRuntime, rank: int | None) -> Description:
     """What ``runtime`` knows of a rank, its own or another."""
-    place = runtime._place_of(rank)
-    layout, own = place.layout, place.rank == runtime.rank
+    own_place = runtime._known_place()
+    place = own_place if rank is None else own_place.seen_from(rank)
+    layout, own = place.layout, place.rank == own_place.rank
     environment = runtime.environment
     node, local_size = environment.node_rank, environment.local_world_size
     if not own:
@@ -257,9 +258,8 @@ def summary(runtime: DistributedRuntime) -> str:
         parts.append(str(runtime._known_place()))
     except DistctxError:
         parts.append("rank not known")
-    world, cache = runtime._world, runtime._cache
-    if world is not None and cache is not None:
-        parts.append(f"{world.backend} on {world.device}")
+    if (hold := runtime._hold) is not None:
+        parts.append(f"{hold.world.backend} on {hold.world.device}")
         parts.append("owns group" if runtime.owns_process_group else "shares group")
-        parts.append("mesh built" if cache.is_built else "mesh not built")
+        parts.append("mesh built" if hold.cache.is_built else "mesh not built")
     return ", ".join(parts)

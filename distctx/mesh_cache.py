@@ -37,7 +37,6 @@ class MeshCache:
     timeout: timedelta
     rendezvous_timeout: timedelta
 
-    holders: int = attrs.field(init=False, default=0)
     _root: DeviceMesh | None = attrs.field(init=False, default=None)
     _submeshes: dict[tuple[int, ...], DeviceMesh] = attrs.field(init=False, factory=dict)
     _spanning: dict[tuple[int, ...], Any] = attrs.field(init=False, factory=dict)

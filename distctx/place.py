@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from distctx.exceptions import LayoutError, RuntimeStateError
+from distctx.exceptions import LayoutError
 from distctx.layout import (
     DATA_PARALLEL_DIMS,
     TENSOR_PARALLEL_DIM,
@@ -16,7 +16,7 @@ from distctx.layout import (
     default_dim_names,
 )
 
-__all__ = ["Parallelism", "Place", "Placed"]
+__all__ = ["Parallelism", "Place"]
 
 
 class Parallelism(NamedTuple):
@@ -66,6 +66,7 @@ class Place:
 
     rank: int
     layout: MeshLayout
+    parallelism: Parallelism
     coordinate: tuple[int, ...]
     dp_partition: Partition | None
     tp_size: int
@@ -84,7 +85,12 @@ class Place:
         else:
             partition = None if dp_dims is None else layout.partition(rank, *dp_dims)
         tp_size = layout.shape[tp_dim] if tp_dim is not None else 1
-        return cls(rank, layout, layout.coordinate(rank), partition, tp_size)
+        coordinate = layout.coordinate(rank)
+        return cls(rank, layout, parallelism, coordinate, partition, tp_size)
+
+    def seen_from(self, rank: int) -> Place:
+        """The place of another rank in the same layout."""
+        return Place.of(rank, self.layout, self.parallelism)
 
     def __str__(self) -> str:
         where = self.layout.name_of(self.coordinate)
@@ -100,72 +106,3 @@ class Place:
             "mesh_dim_names= with 'dp', or 'dp_replicate' and 'dp_shard', among them; or "
             "sharded_by_data_parallel=False where every rank reads all of it."
         )
-
-
-class Placed:
-    """The questions about one rank that need no other rank: the same before, during and after a
-    life."""
-
-    __slots__ = ()
-
-    _place: Place | None
-
-    def _known_place(self) -> Place:
-        """The place of the life that is or was, else of the one that would be."""
-        raise RuntimeStateError("this has no place in a world")
-
-    @property
-    def rank(self) -> int:
-        """Which process of the world this is, from 0. Talks to nobody."""
-        return self._known_place().rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes the world has. Talks to nobody."""
-        return self._known_place().layout.world_size
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0. Talks to nobody."""
-        return self.rank == 0
-
-    @property
-    def layout(self) -> MeshLayout:
-        """The layout, with every size known. Talks to nobody; there before opening too."""
-        return self._known_place().layout
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's index along each dim. Talks to nobody; there before opening too."""
-        return self._known_place().coordinate
-
-    def size(self, *dims: Dim) -> int:
-        """The number of ranks in a group along ``dims``; no dims: the world. Talks to nobody."""
-        return self.layout.size(*dims)
-
-    def index(self, *dims: Dim) -> int:
-        """This rank's index in its group along ``dims``; several dims count as one, row-major in
-        the order given; no dims: the rank. Talks to nobody."""
-        return self.layout.index(self.rank, *dims)
-
-    def ranks(self, *dims: Dim) -> tuple[int, ...]:
-        """The ranks of this rank's group along ``dims``; no dims: all. Talks to nobody."""
-        return self.layout.ranks(self.rank, *dims)
-
-    @property
-    def dp_partition(self) -> Partition:
-        """Which share of the data is this rank's. Talks to nobody; there before opening too.
-
-        Raises:
-            LayoutError: nothing says which dims split the data.
-        """
-        place = self._place or self._known_place()
-        partition = place.dp_partition
-        if partition is None:
-            raise place.no_partition()
-        return partition
-
-    @property
-    def tp_size(self) -> int:
-        """How many ranks share one tensor. Talks to nobody; there before opening too."""
-        return (self._place or self._known_place()).tp_size

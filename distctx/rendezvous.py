@@ -88,6 +88,16 @@ def peek(store: Store, key: str) -> str | None:
     return None if value == "?" else value
 
 
+def _await(store: Store, key: str, bound: float) -> str | None:
+    """The value under ``key``, waited for at most ``bound`` seconds; None where none came."""
+    end = time.monotonic() + bound
+    for pause in backoff(longest=0.1):
+        if (value := peek(store, key)) is not None or time.monotonic() > end:
+            return value
+        time.sleep(pause)
+    return None
+
+
 def meet(
     store: Store,
     rank: int,
@@ -311,14 +321,9 @@ class _Guest:
     def _read_report(self, room: Store) -> dict[str, Any]:
         """Why the room failed; empty where the one who settled it did not live to say. Rank 0, who
         may serve the store, stays until all have read it."""
-        text = None
-        end = time.monotonic() + _LINGER
-        for pause in backoff(longest=0.1):
-            text = peek(room, "report")
-            if text is not None or time.monotonic() > end:
-                break
-            time.sleep(pause)
+        text = _await(room, "report", _LINGER)
         room.add("read", 1)
+        end = time.monotonic() + _LINGER
         if self.rank == 0:
             for pause in backoff(longest=0.1):
                 if room.add("read", 0) >= room.add("arrived", 0) or time.monotonic() > end:
@@ -328,7 +333,7 @@ class _Guest:
         return report
 
     def _rank_is_taken(self, room: Store) -> RendezvousError:
-        other = peek(room, f"rank/{self.rank}")
+        other = _await(room, f"rank/{self.rank}", _GRACE)  # it may be just about to arrive
         who = name_of(json.loads(other)) if other else "another process"
         return RendezvousError(
             f"Two processes claim rank {self.rank} of {self.world_size} at {self.place}: "

@@ -7,19 +7,18 @@ import enum
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+import warnings
+import weakref
+from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from distctx.environment import LaunchEnvironment
-from distctx.exceptions import LaunchEnvironmentError, LayoutError, RuntimeStateError
-from distctx.layout import Dim, MeshLayout
-from distctx.place import Parallelism, Place, Placed
-from distctx.request import Request, as_timeout
+from distctx.exceptions import LayoutError, RuntimeStateError
+from distctx.layout import Dim
+from distctx.settings import Settings, open_runtimes
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from distctx.display import Description
     from distctx.mesh_cache import MeshCache
-    from distctx.world import World
+    from distctx.world import Hold, World
 
 __all__ = ["DistributedRuntime", "State"]
 
@@ -42,14 +41,19 @@ class State(enum.Enum):
     CLOSED = "closed"  # everything is given back; may be opened again
 
 
-#: The open runtimes of this process, the innermost last.
-_open: list[DistributedRuntime] = []
-
-_setting: Any = attrs.setters.frozen
+def _was_dropped(hold: Hold, who: str) -> None:
+    """A runtime has gone, or the interpreter ends, and nobody closed it. Its world stays for those
+    who use it: the next runtime joins it, and the end of the interpreter ends it."""
+    warnings.warn(
+        f"A DistributedRuntime ({who}) was never closed; use it in a `with` block, or close() it.",
+        ResourceWarning,
+        stacklevel=2,
+    )
+    hold.abandon()
 
 
 @attrs.define(eq=False, repr=False)
-class DistributedRuntime(Placed):
+class DistributedRuntime(Settings):
     """The distributed life of this process: who it is, its process group, its place in the mesh.
 
     Entering chooses the device and initialises the default process group, or joins the one that is
@@ -88,64 +92,13 @@ class DistributedRuntime(Placed):
         (Partition(num_partitions=1, partition_index=0), 1, (0, 0))
     """
 
-    _backend: str | None = attrs.field(default=None, on_setattr=_setting)
-    init_method: str | None = attrs.field(default=None, on_setattr=_setting)
-    _rank: int | None = attrs.field(default=None, on_setattr=_setting)
-    _world_size: int | None = attrs.field(default=None, on_setattr=_setting)
-    device_type: str | None = attrs.field(default=None, on_setattr=_setting)
-    mesh_shape: Sequence[int] | None = attrs.field(default=None, on_setattr=_setting)
-    mesh_dim_names: Sequence[str] | None = attrs.field(default=None, on_setattr=_setting)
-    dp_mesh_dim: Dim | tuple[Dim, ...] | None = attrs.field(default=None, on_setattr=_setting)
-    tp_mesh_dim: Dim | None = attrs.field(default=None, on_setattr=_setting)
-    sharded_by_data_parallel: bool = attrs.field(default=True, on_setattr=_setting)
-    tensor_parallel_enabled: bool = attrs.field(default=True, on_setattr=_setting)
-    timeout: float | timedelta | None = attrs.field(default=None, kw_only=True, on_setattr=_setting)
-    rendezvous_timeout: float | timedelta | None = attrs.field(
-        default=None, kw_only=True, on_setattr=_setting
-    )
-    store: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
-    pg_options: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
-    _device: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
-
-    _request: Request = attrs.field(init=False)
-    _asked_layout: MeshLayout | None = attrs.field(init=False)
     _state: State = attrs.field(init=False, default=State.UNOPENED)
-    _environment: LaunchEnvironment | None = attrs.field(init=False, default=None)
-    _place: Place | None = attrs.field(init=False, default=None)
-    _world: World | None = attrs.field(init=False, default=None)
-    _cache: MeshCache | None = attrs.field(init=False, default=None)
+    _hold: Hold | None = attrs.field(init=False, default=None)
+    _dropped: weakref.finalize[Any, DistributedRuntime] | None = attrs.field(
+        init=False, default=None
+    )
     _submeshes: dict[tuple[Dim, ...], Any] = attrs.field(init=False, factory=dict)
     _groups: dict[tuple[Dim, ...], Any] = attrs.field(init=False, factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        if self.store is not None and self.init_method is not None:
-            raise LaunchEnvironmentError(
-                "store= and init_method= both say where to meet; pass one of them."
-            )
-        self._request = Request(
-            backend=None if self._backend is None else str(self._backend).lower(),
-            rank=self._rank,
-            world_size=self._world_size,
-            device_type=self.device_type,
-            init_method=self.init_method,
-            timeout=as_timeout(self.timeout, "timeout"),
-            rendezvous_timeout=as_timeout(self.rendezvous_timeout, "rendezvous_timeout"),
-            store=self.store,
-            pg_options=self.pg_options,
-        )
-        shape, names = self.mesh_shape, self.mesh_dim_names
-        if shape is None and names is not None and len(tuple(names)) != 1:
-            raise LayoutError(
-                f"mesh_dim_names={tuple(names)!r} needs mesh_shape, a size for each name; one of "
-                "them may be -1."
-            )
-        nothing_asked = shape is None and names is None
-        self._asked_layout = (
-            None if nothing_asked else MeshLayout((-1,) if shape is None else shape, names)
-        )
-        if self._asked_layout is not None:
-            self._parallelism().dp_dims(self._asked_layout)
-            self._parallelism().tp_dim(self._asked_layout)
 
     # Begin and end.
 
@@ -169,29 +122,28 @@ class DistributedRuntime(Placed):
             )
         # Imported here, not above: a process that asks only for the layout, such as a data-loading
         # worker, needs none of it.
-        from distctx import devices, world
+        from distctx import devices, start
 
         request = self._request
         if self._device is not None:
             request = request._replace(device=devices.as_device(self._device))
-        there = world.find(request)
-        environment = self._detect(there, needs_address=True)
+        there = start.find(request)
+        environment = there.environment if there else self._detect(needs_address=True)
         outer = self._outer()
-        layout, parallelism = self._resolve(environment.world_size)
-        place = Place.of(environment.rank, layout, parallelism)
+        place = self._find_place(environment.rank, environment.world_size)
         if there is None and environment.reason:
             level = logging.WARNING if environment.is_doubtful else logging.INFO
             log.log(level, "starting a world of 1: %s", environment.reason)
-        life = there or world.make(request, environment, layout)
-        if outer is not None and outer._cache is not None and outer._world is life:
-            cache = outer._cache
+        life = there or start.make(request, environment, place.layout)
+        if outer is not None and outer._hold is not None and outer._hold.world is life:
+            cache = outer._hold.cache
         else:
-            cache = life.take_cache(layout, self.device_type or life.device.type, request)
-        life.hold(self, cache)
-        self._world, self._cache = life, cache
+            cache = life.cache_of(place.layout, self.device_type or life.device.type, request)
+        self._hold = life.hold(cache)
         self._environment, self._place = life.environment, place
         self._state = State.OPEN
-        _open.append(self)
+        self._dropped = weakref.finalize(self, _was_dropped, self._hold, str(place))
+        open_runtimes.append(weakref.ref(self))
         return self
 
     def close(self, *, abort: bool = False) -> None:
@@ -204,14 +156,16 @@ class DistributedRuntime(Placed):
             abort: something failed, so peers may be stuck inside a collective: NCCL groups are
                 aborted, which does not wait for them, in place of destroyed. Looks at nobody.
         """
-        if self._state is not State.OPEN or self._world is None or self._cache is None:
+        hold, self._hold = self._hold, None
+        if hold is None:
             return
-        life, cache = self._world, self._cache
-        self._state, self._world, self._cache = State.CLOSED, None, None
+        self._state = State.CLOSED
         self._submeshes.clear()
         self._groups.clear()
-        _open.remove(self)
-        life.leave(self, cache, abort=abort)
+        open_runtimes[:] = [ref for ref in open_runtimes if ref() not in (None, self)]
+        if self._dropped is not None:
+            self._dropped.detach()
+        hold.release(abort=abort)
 
     def __enter__(self) -> DistributedRuntime:
         return self.open()
@@ -240,30 +194,7 @@ class DistributedRuntime(Placed):
     @property
     def owns_process_group(self) -> bool:
         """Whether closing this runtime now would destroy the process group. Talks to nobody."""
-        return self._world is not None and self._world.would_end_with(self)
-
-    # Who this is.
-
-    @property
-    def local_rank(self) -> int:
-        """Which process of its host this is, from 0. Talks to nobody.
-
-        Raises:
-            RuntimeStateError: the launcher does not say; the ranks find out when they open.
-        """
-        local_rank = self.environment.local_rank
-        if local_rank is None:
-            raise RuntimeStateError(
-                "The launcher does not say which rank of its host this is (LOCAL_RANK is not set), "
-                "and ranks find out only when they start their world with distctx: set LOCAL_RANK, "
-                "or ask after open()."
-            )
-        return local_rank
-
-    @property
-    def environment(self) -> LaunchEnvironment:
-        """What the launcher said; with what the ranks found out, once open. Talks to nobody."""
-        return self._environment or self._detect(_open[-1]._world if _open else None)
+        return self._hold is not None and self._hold.ends_the_world
 
     @property
     def device(self) -> torch.device:
@@ -381,77 +312,24 @@ class DistributedRuntime(Placed):
     def __dir__(self) -> Iterator[str]:
         # Completion and variable panes read every name they find here, and reading `mesh` builds
         # it.
-        hidden = () if self._cache is not None and self._cache.is_built else ("mesh",)
+        hidden = () if self._hold is not None and self._hold.cache.is_built else ("mesh",)
         return (name for name in object.__dir__(self) if name not in hidden)
 
     # Within.
 
-    def _parallelism(self) -> Parallelism:
-        return Parallelism(
-            self.dp_mesh_dim,
-            self.tp_mesh_dim,
-            self.sharded_by_data_parallel,
-            self.tensor_parallel_enabled,
-        )
-
-    def _detect(self, life: World | None, *, needs_address: bool = False) -> LaunchEnvironment:
-        if life is not None:
-            return life.environment
-        return LaunchEnvironment.detect(
-            rank=self._rank,
-            world_size=self._world_size,
-            init_method=self.init_method,
-            needs_address=needs_address and self.store is None and self._request.backend != "fake",
-        )
-
-    def _outer(self) -> DistributedRuntime | None:
-        """The open runtime whose layout and mesh this one has, since it asks for none."""
-        if self._asked_layout is not None:
-            return None
-        return next((rt for rt in reversed(_open) if rt is not self), None)
-
-    def _resolve(self, world_size: int) -> tuple[MeshLayout, Parallelism]:
-        """The layout for a world, and what splits what; the outer runtime's where none is asked."""
-        own, outer = self._parallelism(), self._outer()
-        if outer is None:
-            return (self._asked_layout or MeshLayout((-1,))).resolve(world_size), own
-        outers = outer._parallelism()
-        if own.dp_mesh_dim is None:
-            own = own._replace(dp_mesh_dim=outers.dp_mesh_dim)
-        if own.tp_mesh_dim is None:
-            own = own._replace(tp_mesh_dim=outers.tp_mesh_dim)
-        return outer.layout, own
-
-    def _known_place(self) -> Place:
-        """The place of this rank: of the life that is or was, else of the one that would be."""
-        if self._place is not None:
-            return self._place
-        environment = self._detect(_open[-1]._world if _open else None)
-        layout, parallelism = self._resolve(environment.world_size)
-        return Place.of(environment.rank, layout, parallelism)
-
-    def _place_of(self, rank: int | None) -> Place:
-        """The place of any rank of the world; None: of this one."""
-        own = self._known_place()
-        if rank is None or rank == own.rank:
-            return own
-        return Place.of(rank, own.layout, self._resolve(own.layout.world_size)[1])
-
     def _life(self, what: str) -> World:
-        if self._world is None:
-            self._refuse(what)
-        return self._world
+        return self._open_hold(what).world
 
     def _built(self, what: str) -> MeshCache:
-        if self._cache is None:
-            self._refuse(what)
-        return self._cache
+        return self._open_hold(what).cache
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeStateError(
-            f"{what} needs an open runtime, and this one is {self._state.value}; ask inside "
-            "`with rt:`, or after rt.open()."
-        )
+    def _open_hold(self, what: str) -> Hold:
+        if self._hold is None:
+            raise RuntimeStateError(
+                f"{what} needs an open runtime, and this one is {self._state.value}; ask inside "
+                "`with rt:`, or after rt.open()."
+            )
+        return self._hold
 
     def _in_order(self, dims: tuple[Dim, ...]) -> tuple[int, ...]:
         indices = self.layout.dims(dims)

@@ -106,15 +106,30 @@ def _open_other(url: str, environment: LaunchEnvironment, timeout: timedelta) ->
 def _serve(host: str, port: int, timeout: timedelta) -> Store:
     try:
         return TCPStore(
-            host, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=_listen_on_loopback(host, port),
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         taken = str(errno.EADDRINUSE) in str(error) or "in use" in str(error).lower()
         why = "the port is taken by another process" if taken else f"{error}".splitlines()[0]
         raise RendezvousError(
             f"Rank 0 cannot serve the store at {host}:{port}: {why}. Pass another port in "
             "MASTER_PORT or init_method on every rank; `ss -ltnp` shows who holds this one."
         ) from error
+
+
+def _listen_on_loopback(host: str, port: int) -> int | None:
+    """A socket that listens on loopback alone, where that is the address; else torch's own, which
+    listens on all interfaces."""
+    if host != "localhost" and not host.startswith("127."):
+        return None
+    with socket.create_server((host, port)) as listener:
+        return listener.detach()
 
 
 def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:

@@ -1,12 +1,11 @@
-"""One life of the default process group: made or joined, held, ended by its last holder."""
+"""One life of the default process group: held by those who use it, ended by the last of them."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import functools
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -17,29 +16,17 @@ import torch
 import torch.distributed as dist
 
 from distctx import _torch
-from distctx.devices import (
-    binds_device,
-    check_backend,
-    choose_device,
-    current_device,
-    default_backend,
-    device_type_of,
-    same_backend,
-    use_device,
-)
-from distctx.environment import LaunchEnvironment, is_env
+from distctx.environment import LaunchEnvironment
 from distctx.exceptions import (
-    GroupConflictError,
-    LaunchEnvironmentError,
     RuntimeStateError,
 )
 from distctx.layout import MeshLayout
 from distctx.mesh_cache import MeshCache
 from distctx.rendezvous import Meeting, meet
 from distctx.request import Request
-from distctx.stores import HashStore, PrefixStore, Store, open_store
+from distctx.stores import PrefixStore, Store
 
-__all__ = ["World", "find", "make"]
+__all__ = ["Hold", "World", "current"]
 
 log = logging.getLogger("distctx")
 
@@ -69,9 +56,9 @@ class World:
 
     turns: int = attrs.field(init=False, default=0)
     built_together: list[Meeting] = attrs.field(init=False, factory=list)
-    _holders: list[object] = attrs.field(init=False, factory=list)
+    _holds: list[Hold] = attrs.field(init=False, factory=list)
     _caches: dict[tuple[Any, ...], MeshCache] = attrs.field(init=False, factory=dict)
-    _undo: contextlib.ExitStack = attrs.field(init=False, factory=contextlib.ExitStack)
+    undo: contextlib.ExitStack = attrs.field(init=False, factory=contextlib.ExitStack)
 
     @property
     def is_alive(self) -> bool:
@@ -107,7 +94,7 @@ class World:
         here.report_built()
         self.built_together.append(here)
 
-    def take_cache(self, layout: MeshLayout, device_type: str, request: Request) -> MeshCache:
+    def cache_of(self, layout: MeshLayout, device_type: str, request: Request) -> MeshCache:
         """What is built of a layout here, shared by all who ask for it with the same times."""
         timeout = request.timeout or self.timeout
         rendezvous_timeout = request.rendezvous_timeout or self.rendezvous_timeout
@@ -116,37 +103,40 @@ class World:
             self._caches[key] = MeshCache(self, *key)
         return self._caches[key]
 
-    def hold(self, holder: object, cache: MeshCache) -> None:
-        """Keep this world, and what is built of a layout, until ``leave``."""
+    def hold(self, cache: MeshCache) -> Hold:
+        """Keep this world, and what is built of a layout, until the hold is released."""
         global _current
-        self._holders.append(holder)
-        cache.holders += 1
+        hold = Hold(self, cache)
+        self._holds.append(hold)
         _current = self
+        return hold
 
-    def would_end_with(self, holder: object) -> bool:
-        """Whether this world ends when ``holder`` leaves."""
-        return self.owned and self._holders == [holder]
-
-    def leave(self, holder: object, cache: MeshCache, *, abort: bool) -> None:
-        """Let go. The last holder ends a world that distctx made; of another's, only the sub-groups
-        made here go. Talks to nobody."""
+    def release(self, hold: Hold, *, abort: bool) -> None:
+        """End what nobody holds any more: sub-groups made here, a world that distctx made."""
         global _current
-        ends = self.would_end_with(holder)
-        self._holders.remove(holder)
-        cache.holders -= 1
-        if not abort and (ends or cache.holders == 0):
+        ends = hold.ends_the_world
+        self._holds.remove(hold)
+        unused = all(other.cache is not hold.cache for other in self._holds)
+        if not abort and (ends or unused):
             self._wait_until_built()
-        if cache.holders == 0:
-            self._caches = {key: one for key, one in self._caches.items() if one is not cache}
-            made = cache.forget()
+        if unused:
+            self._caches = {k: one for k, one in self._caches.items() if one is not hold.cache}
+            made = hold.cache.forget()
             if self.is_alive and not ends:
                 _torch.end_groups(made, abort=abort and "nccl" in self.backend)
-        if self._holders:
-            return
-        if _current is self:
-            _current = None
-        with self._undo:
-            if ends and self.is_alive:
+        if not self._holds:
+            if _current is self:
+                _current = None
+            self.end(abort=abort)
+
+    def abandon(self, hold: Hold) -> None:
+        """Take a hold off and end nothing: what was built may still be in use."""
+        self._holds.remove(hold)
+
+    def end(self, *, abort: bool) -> None:
+        """End the process group if distctx made it, and undo what came with it."""
+        with self.undo:
+            if self.owned and self.is_alive:
                 _end(self.backend, abort)
 
     def _wait_until_built(self) -> None:
@@ -156,143 +146,6 @@ class World:
             for here in self.built_together:
                 here.wait_until_built(self.world_size, end)
         self.built_together.clear()
-
-
-def find(request: Request) -> World | None:
-    """The world that is there already, checked against ``request``; None where there is none.
-
-    Talks to nobody.
-
-    Raises:
-        GroupConflictError: it is not what was asked for.
-    """
-    if not dist.is_initialized():
-        return None
-    known = _current is not None and _current.is_alive
-    world = _current if known and _current is not None else _adopt(request)
-    _check(world, request)
-    return world
-
-
-def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -> World:
-    """Start a world: choose the device, meet, make the default group. Talks to every rank.
-
-    Raises:
-        LaunchEnvironmentError: this host lacks the backend or the device; before any socket opens.
-        RendezvousError: and what is below it; see ``meet``.
-    """
-    backend = request.backend or default_backend(request.device_type)
-    check_backend(backend)
-    device_type = request.device_type or device_type_of(backend)
-    timeout = request.timeout or _torch.default_timeout(backend)
-    rendezvous_timeout = request.rendezvous_timeout or timeout
-    choose = functools.partial(choose_device, device_type, asked=request.device, backend=backend)
-    early = environment.local_rank is not None or device_type == "cpu" or request.device is not None
-    device = choose(environment.local_rank) if early else None
-    if backend == "fake" or (
-        environment.world_size == 1 and request.store is None and is_env(request.init_method)
-    ):
-        meeting = None
-        store: Store = _torch.fake_store() if backend == "fake" else HashStore()
-        place = "this process"
-    else:
-        meeting, place = _meet_to_start(
-            request, environment, layout, backend, device_type, timeout, rendezvous_timeout
-        )
-        store = PrefixStore("group", meeting.store)
-        if meeting.local is not None:
-            local_rank, local_world_size = meeting.local
-            environment = attrs.evolve(
-                environment, local_rank=local_rank, local_world_size=local_world_size
-            )
-    device = device or choose(environment.local_rank)
-    arguments: dict[str, Any] = {
-        "backend": backend,
-        "store": store,
-        "rank": environment.rank,
-        "world_size": environment.world_size,
-        "timeout": timeout,
-    }
-    if request.pg_options is not None:
-        arguments["pg_options"] = request.pg_options
-    if binds_device(backend, device):
-        arguments["device_id"] = device
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(use_device(device))
-        _init(meeting.token if meeting else secrets.token_hex(4), arguments, undo)
-        world = World(
-            group=dist.group.WORLD,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            backend=backend,
-            device=device,
-            environment=environment,
-            owned=True,
-            timeout=timeout,
-            rendezvous_timeout=rendezvous_timeout,
-            store=meeting.store if meeting else None,
-            place=place,
-        )
-        world._undo = undo.pop_all()
-    if meeting is not None:
-        meeting.report_built()
-        world.built_together.append(meeting)
-    return world
-
-
-def _meet_to_start(
-    request: Request,
-    environment: LaunchEnvironment,
-    layout: MeshLayout,
-    backend: str,
-    device_type: str,
-    timeout: timedelta,
-    rendezvous_timeout: timedelta,
-) -> tuple[Meeting, str]:
-    """The meeting before a world is made, and the place of its store in words."""
-    if request.store is None:
-        store, place = open_store(environment, request.init_method, rendezvous_timeout)
-        store.set_timeout(timeout)
-    else:
-        store, place = request.store, f"the {type(request.store).__name__} that was given"
-    meeting = meet(
-        PrefixStore("distctx", store),
-        environment.rank,
-        environment.world_size,
-        {
-            "backend": backend,
-            "device_type": device_type,
-            "mesh_shape": list(layout.shape),
-            "mesh_dim_names": list(layout.dim_names),
-        },
-        rendezvous_timeout,
-        place=place,
-        purpose="to start the world",
-        need_local=environment.local_rank is None,
-    )
-    return meeting, place
-
-
-def _init(token: str, arguments: dict[str, Any], undo: contextlib.ExitStack) -> None:
-    """torch's own start, its group names moved on, its excepthook to be taken off again."""
-    hook = sys.excepthook
-    try:
-        _torch.move_group_names(token)
-        dist.init_process_group(**arguments)
-    except BaseException:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _torch.move_group_names("")
-        sys.excepthook = hook
-        raise
-    undo.callback(_put_back_excepthook, hook, sys.excepthook)
-
-
-def _put_back_excepthook(before: Any, torchs: Any) -> None:
-    """torch wraps the hook at each start and never unwraps it. One that came later is left
-    alone."""
-    if sys.excepthook is torchs:
-        sys.excepthook = before
 
 
 def _end(backend: str, abort: bool) -> None:
@@ -307,62 +160,34 @@ def _end(backend: str, abort: bool) -> None:
     dist.destroy_process_group()
 
 
-def _adopt(request: Request) -> World:
-    """A default group that is there already, made by somebody else. Talks to nobody."""
-    group = dist.group.WORLD
-    backend = str(dist.get_backend(group))
-    if backend in ("undefined", "custom"):
-        backend = dist.get_backend_config(group)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
-        environment = LaunchEnvironment.detect(
-            rank=rank, world_size=world_size, needs_address=False
-        )
-    except LaunchEnvironmentError:
-        environment = LaunchEnvironment("none", rank, world_size)
-    device_type = request.device_type or device_type_of(backend)
-    bound = getattr(group, "bound_device_id", None)
-    if request.device is not None:
-        device = request.device
-    elif bound is not None and bound.type == device_type:
-        device = bound
-    else:
-        device = current_device(device_type)
-    timeout = request.timeout or _torch.group_timeout(group) or _torch.default_timeout(backend)
-    store = _torch.default_store() if backend != "fake" else None
-    return World(
-        group=group,
-        rank=rank,
-        world_size=world_size,
-        backend=backend,
-        device=device,
-        environment=environment,
-        owned=False,
-        timeout=timeout,
-        rendezvous_timeout=request.rendezvous_timeout or timeout,
-        store=None if store is None else PrefixStore("distctx", store),
-        place="the store of the group that was there",
-    )
+@attrs.frozen(eq=False, repr=False)
+class Hold:
+    """One runtime's hold on a world and on what is built of its layout."""
+
+    world: World
+    cache: MeshCache
+
+    @property
+    def ends_the_world(self) -> bool:
+        """Whether the world ends when this is released."""
+        return self.world.owned and self.world._holds == [self]
+
+    def release(self, *, abort: bool) -> None:
+        """Let go; see ``World.release``."""
+        self.world.release(self, abort=abort)
+
+    def abandon(self) -> None:
+        """Let go without ending anything; see ``World.abandon``."""
+        self.world.abandon(self)
 
 
-def _check(world: World, request: Request) -> None:
-    """Hold a world that is there against what was asked for."""
-    wrong = [
-        f"{name}: got {got!r}, wanted {wanted!r}"
-        for name, got, wanted in (
-            ("world_size", world.world_size, request.world_size),
-            ("rank", world.rank, request.rank),
-        )
-        if wanted is not None and wanted != got
-    ]
-    if request.backend is not None and not same_backend(request.backend, world.backend):
-        wrong.append(f"backend: got {world.backend!r}, wanted {request.backend!r}")
-    bound = getattr(world.group, "bound_device_id", None) or (world.device if world.owned else None)
-    if request.device is not None and bound is not None and request.device != bound:
-        wrong.append(f"device: got {str(bound)!r}, wanted {str(request.device)!r}")
-    if wrong:
-        raise GroupConflictError(
-            "The process group that is initialised already is not the one asked for; "
-            + "; ".join(wrong)
-            + ". Leave these arguments out to join it as it is, or destroy it first."
-        )
+def current() -> World | None:
+    """The world that distctx knows here, where it is still there."""
+    return _current if _current is not None and _current.is_alive else None
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    """The end of the interpreter ends a world that is still there, without waiting for anybody."""
+    if _current is not None:
+        _current.end(abort=True)

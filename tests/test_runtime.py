@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -24,6 +25,7 @@ from distctx import (
     _torch,
     stores,
 )
+from launch import run
 
 NAMES = ("dp", "tp")
 
@@ -569,3 +571,72 @@ def test_main_first_alone_just_runs():
             pass
         with pytest.raises(KeyError), rt.main_first(local=True):
             raise KeyError
+
+
+def script(text: str, *options: str) -> tuple[str, str]:
+    """What a script prints on stdout and stderr; it must exit with 0."""
+    done = run(*options, "-c", text)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_a_runtime_that_is_never_closed_is_closed_at_the_end():
+    """A script that forgets to close is warned of it once, and its group is ended for it."""
+    text = (
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print('at the end', dist.is_initialized()))\n"
+        "from distctx import DistributedRuntime\n"
+        "rt = DistributedRuntime().open()\n"
+    )
+    printed, warned = script(text, "-W", "always::ResourceWarning")
+    assert printed == "at the end False\n"
+    assert warned.count("ResourceWarning") == 1
+    assert "was never closed; use it in a `with` block" in warned
+    assert "destroy_process_group" not in warned
+    assert script(text)[1] == ""
+
+
+def test_a_cell_that_is_run_again_leaves_one_world():
+    """Opening again under the same name joins the world that is there; closing the last ends it."""
+    groups_there = set()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        for _ in range(20):
+            rt = DistributedRuntime(mesh_shape=(1,), mesh_dim_names=("tp",)).open()
+            groups_there.add((id(rt.group()), id(rt.mesh), groups()))
+    assert len(groups_there) == 1
+    assert len(caught) == 19
+    assert rt.owns_process_group
+    rt.close()
+    assert not dist.is_initialized()
+
+
+def test_what_was_built_outlives_a_runtime_that_was_dropped():
+    """A mesh that is kept while its runtime is dropped goes on working."""
+    with pytest.warns(ResourceWarning, match="never closed"):
+        mesh = DistributedRuntime().open().mesh
+    assert mesh.get_group() is dist.group.WORLD
+    with DistributedRuntime() as rt:
+        assert rt.mesh is mesh
+    assert not dist.is_initialized()
+
+
+def test_a_world_of_one_listens_on_loopback_only():
+    """A world of 1 listens on loopback alone, and the environment is as it was."""
+    text = (
+        "import os\n"
+        "from distctx import DistributedRuntime\n"
+        "with DistributedRuntime():\n"
+        "    mine = {os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')\n"
+        "            if os.path.islink(f'/proc/self/fd/{fd}')}\n"
+        "    for table in ('tcp', 'tcp6'):\n"
+        "        for line in open(f'/proc/self/net/{table}').readlines()[1:]:\n"
+        "            fields = line.split()\n"
+        "            if fields[3] == '0A' and f'socket:[{fields[9]}]' in mine:\n"
+        "                print(fields[1].rpartition(':')[0])\n"
+        "    print('GLOO_SOCKET_IFNAME' in os.environ)\n"
+    )
+    *sockets, is_set = script(text)[0].split()
+    assert sockets
+    assert set(sockets) <= {"0100007F", "00000000000000000000000001000000"}
+    assert is_set == "False"
