@@ -77,7 +77,11 @@ def test_programs(index: int, tmp_path: Path) -> None:
     outputs = [b for b in BLOCKS[index + 1 : index + 3] if b.how == "output"]
     following = [b.kind for b in BLOCKS[index + 1 : index + 3]]
     if outputs and "python" not in following[: following.index("text")]:
-        assert sorted(done.stdout.splitlines()) == outputs[0].text.splitlines()
+        left = done.stdout
+        for line in outputs[0].text.splitlines():
+            assert line in left
+            left = left.replace(line, "", 1)
+        assert not left.strip()  # ranks print at once, so line ends may stand anywhere
 
 
 @pytest.mark.parametrize(
