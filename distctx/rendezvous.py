@@ -27,7 +27,7 @@ from distctx.exceptions import DistctxError, RendezvousError, RendezvousTimeoutE
 from distctx.reports import DISAGREE, GAVE_UP, SHOWN, TWICE, failure, list_ranks, name_of
 from distctx.stores import PrefixStore, Store, backoff
 
-__all__ = ["Meeting", "meet", "peek"]
+__all__ = ["Meeting", "meet", "not_connected", "peek"]
 
 log = logging.getLogger("distctx")
 
@@ -86,6 +86,14 @@ def peek(store: Store, key: str) -> str | None:
     """
     value = store.compare_set(key, "?", "?").decode()
     return None if value == "?" else value
+
+
+def not_connected(what: str, error: Exception) -> RendezvousError:
+    """The error for ranks that met and then could not build ``what`` with each other."""
+    return RendezvousError(
+        f"All ranks met, but then {what} could not be made here: {str(error).splitlines()[0]} "
+        "Mostly another rank has ended or hangs since they met; look there for the first error."
+    )
 
 
 def _await(store: Store, key: str, bound: float) -> str | None:

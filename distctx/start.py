@@ -27,7 +27,7 @@ from distctx.devices import (
 from distctx.environment import LaunchEnvironment, is_env
 from distctx.exceptions import GroupConflictError, LaunchEnvironmentError
 from distctx.layout import MeshLayout
-from distctx.rendezvous import Meeting, meet
+from distctx.rendezvous import Meeting, meet, not_connected
 from distctx.request import Request
 from distctx.stores import HashStore, PrefixStore, Store, open_store
 from distctx.world import World, current
@@ -156,11 +156,13 @@ def _init(token: str, arguments: dict[str, Any], undo: contextlib.ExitStack) -> 
     try:
         _torch.move_group_names(token)
         dist.init_process_group(**arguments)
-    except BaseException:
+    except BaseException as error:
         if dist.is_initialized():
             dist.destroy_process_group()
         _torch.move_group_names("")
         sys.excepthook = hook
+        if isinstance(error, RuntimeError):
+            raise not_connected("the world's group", error) from error
         raise
     undo.callback(_put_back_excepthook, hook, sys.excepthook)
 

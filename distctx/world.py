@@ -22,7 +22,7 @@ from distctx.exceptions import (
 )
 from distctx.layout import MeshLayout
 from distctx.mesh_cache import MeshCache
-from distctx.rendezvous import Meeting, meet
+from distctx.rendezvous import Meeting, meet, not_connected
 from distctx.request import Request
 from distctx.stores import PrefixStore, Store
 
@@ -90,7 +90,10 @@ class World:
             place=self.place,
             purpose=purpose,
         )
-        yield here.token
+        try:
+            yield here.token
+        except RuntimeError as error:
+            raise not_connected("its groups", error) from error
         here.report_built()
         self.built_together.append(here)
 
