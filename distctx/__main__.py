@@ -17,17 +17,11 @@ import attrs
 
 from distctx import display
 from distctx.environment import LaunchEnvironment
-from distctx.exceptions import (
-    DistctxError,
-    GroupConflictError,
-    LaunchEnvironmentError,
-    LayoutError,
-    RendezvousError,
-)
+from distctx.exceptions import DistctxError, LaunchEnvironmentError, LayoutError, exit_status
 from distctx.launchers import known_variables
 from distctx.layout import MeshLayout
 
-__all__ = ["exit_status", "main"]
+__all__ = ["main"]
 
 #: The shape and the names that ``--mesh`` gives.
 Mesh = tuple[tuple[int, ...], tuple[str, ...]]
@@ -122,15 +116,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def exit_status(error: BaseException) -> int:
-    """What a command that failed with ``error`` exits with."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, (LayoutError, LaunchEnvironmentError)):
-        return 2
-    return 3 if isinstance(error, (RendezvousError, GroupConflictError)) else 1
-
-
 def one_line(error: BaseException) -> str:
     """An error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
@@ -182,20 +167,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(arguments)
     try:
-        if args.command == "layout":
-            return show_layout(args)
-        if args.command == "env":
-            return show_environment(args)
+        if args.command in ("layout", "env"):
+            status = show_layout(args) if args.command == "layout" else show_environment(args)
+            sys.stdout.flush()
+            return status
         from distctx import check
 
         if args.nproc and not args.launched:
             return check.start(args, arguments)
         return check.run(args)
-    except (DistctxError, KeyboardInterrupt) as error:
+    except KeyboardInterrupt as error:
+        return exit_status(error)
+    except DistctxError as error:
         print(f"distctx {args.command}: {one_line(error)}", file=sys.stderr)
         return exit_status(error)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone, as with `| head`
+    except OSError as error:  # the reader has gone, as with `| head`, or the disk is full
+        if not isinstance(error, BrokenPipeError):
+            print(f"distctx {args.command}: {one_line(error)}", file=sys.stderr)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  or the interpreter's end fails too
         return 1
 
 

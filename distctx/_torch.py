@@ -6,6 +6,7 @@ Nothing else in distctx touches a private name of torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ __all__ = [
     "fake_store",
     "flattened_group",
     "group_timeout",
+    "keep_groups_for_ever",
     "move_group_names",
     "named_group",
     "names_groups",
@@ -60,6 +63,7 @@ def names_groups() -> bool:
     return (
         set(inspect.signature(helper).parameters) >= _HELPER_NEEDS
         and getattr(group, "bound_device_id", None) is None
+        and "mesh_dim_names" in inspect.signature(device_mesh.DeviceMesh.from_group).parameters
         and not hasattr(group, "new_group")
     )
 
@@ -97,7 +101,17 @@ def flattened_group(mesh: Any, dims: tuple[str, ...]) -> Any:
     Every rank of the mesh must call this the first time. ``_flatten`` is the only way to a group
     that the mesh itself knows.
     """
-    return mesh[dims]._flatten().get_group()
+    flat = mesh[dims]._flatten()
+    try:
+        return flat.get_group()
+    except (RuntimeError, TypeError):
+        # torch 2.8 keeps flattened meshes of earlier worlds, and finds them by equality.
+        resources: Any = getattr(device_mesh, "_mesh_resources", None)
+        kept = getattr(resources, "root_to_flatten_mapping", None)
+        if not kept:
+            raise
+        kept.pop(resources.get_root_mesh(mesh), None)
+        return mesh[dims]._flatten().get_group()
 
 
 def default_store() -> Store | None:
@@ -131,9 +145,8 @@ def number_of_groups() -> int | None:
 
 def default_timeout(backend: str) -> timedelta:
     """torch's own timeout for a backend's groups."""
-    if "nccl" in backend and isinstance(
-        nccl := getattr(c10d, "default_pg_nccl_timeout", None), timedelta
-    ):
+    nccl = getattr(c10d, "default_pg_nccl_timeout", None)
+    if backend == "nccl" and isinstance(nccl, timedelta):
         return nccl
     return c10d.default_pg_timeout
 
@@ -192,6 +205,18 @@ def end_groups(groups: Sequence[Any], *, abort: bool) -> None:
     for group in reversed(groups):
         with contextlib.suppress(ValueError, AssertionError):
             (end or dist.destroy_process_group)(group)
+
+
+def keep_groups_for_ever() -> None:
+    """In a forked child: never let torch destroy the groups it inherited.
+
+    A child has none of the threads that their destructors join, so that it would hang when the
+    interpreter ends. torch holds them in a dict without a public name; where that is gone, a child
+    has to leave by ``os._exit``.
+    """
+    world = getattr(c10d, "_world", None)
+    for group in list(getattr(world, "pg_map", ())):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def fake_store() -> Store:

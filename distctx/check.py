@@ -20,7 +20,7 @@ import torch.distributed as dist
 from distctx import display
 from distctx.devices import check_backend, default_backend, gloo_on_loopback
 from distctx.environment import LaunchEnvironment
-from distctx.exceptions import DistctxError, LaunchEnvironmentError
+from distctx.exceptions import DistctxError, LaunchEnvironmentError, exit_status
 from distctx.layout import MeshLayout
 from distctx.runtime import DistributedRuntime
 
@@ -62,7 +62,8 @@ def start(args: argparse.Namespace, arguments: list[str]) -> int:
         return 128 + int(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        message = " ".join(str(failure.message).split())
+        said: Any = failure.message  # a dict where the rank recorded an exception
+        message = " ".join(str(said["message"] if isinstance(said, dict) else said).split())
         print(f"distctx check: rank {rank}: {message}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
@@ -73,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
     if args.launched:
         # The launcher that started this collects what each rank says, and prints one.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        from distctx.__main__ import exit_status
 
         handler = get_error_handler()
         handler.initialize()

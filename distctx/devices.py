@@ -152,7 +152,8 @@ def choose_device(
 def current_device(device_type: str) -> torch.device:
     """The device in use, without initialising it where it is not."""
     handle = _handle(device_type)
-    if device_type == "cpu" or handle is None or not handle.is_initialized():
+    is_initialized = getattr(handle, "is_initialized", None)
+    if device_type == "cpu" or is_initialized is None or not is_initialized():
         return torch.device(device_type)
     return torch.device(device_type, handle.current_device())
 

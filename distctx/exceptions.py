@@ -92,3 +92,12 @@ class RemoteRankError(DistctxError):
 
 class RuntimeStateError(DistctxError):
     """A runtime was asked for something it cannot give in its present state."""
+
+
+def exit_status(error: BaseException) -> int:
+    """What ``python -m distctx`` exits with where a command failed with ``error``."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, (LayoutError, LaunchEnvironmentError)):
+        return 2
+    return 3 if isinstance(error, RendezvousError) else 1

@@ -4,6 +4,7 @@ object."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class MeshCache:
     timeout: timedelta
     rendezvous_timeout: timedelta
 
+    _lock: threading.RLock = attrs.field(init=False, factory=threading.RLock)
     _root: DeviceMesh | None = attrs.field(init=False, default=None)
     _submeshes: dict[tuple[int, ...], DeviceMesh] = attrs.field(init=False, factory=dict)
     _spanning: dict[tuple[int, ...], Any] = attrs.field(init=False, factory=dict)
@@ -49,36 +51,40 @@ class MeshCache:
 
     def root(self) -> DeviceMesh:
         """The mesh of all dims. Talks to every rank the first time."""
-        if self._root is None:
-            with self._building("to build the mesh", {"building": "the mesh"}) as token:
-                self._root = self._build_named(token) if _torch.names_groups() else self._build()
-        return self._root
+        with self._lock:
+            if self._root is None:
+                with self._building("to build the mesh", {"building": "the mesh"}) as token:
+                    named = self._names_groups()
+                    self._root = self._build_named(token) if named else self._build()
+            return self._root
 
     def submesh(self, dims: tuple[int, ...]) -> DeviceMesh:
         """The mesh of some dims, in mesh order. Talks to every rank if the mesh is not built."""
-        root = self.root()
-        if len(dims) == self.layout.ndim:
-            return root
-        if dims not in self._submeshes:
-            self._submeshes[dims] = root[tuple(self.layout.dim_names[dim] for dim in dims)]
-        return self._submeshes[dims]
+        with self._lock:
+            root = self.root()
+            if len(dims) == self.layout.ndim:
+                return root
+            if dims not in self._submeshes:
+                self._submeshes[dims] = root[tuple(self.layout.dim_names[dim] for dim in dims)]
+            return self._submeshes[dims]
 
     def group(self, dims: tuple[int, ...]) -> Any:
         """The group along one dim, or the one that spans several. Talks to every rank the first
         time."""
-        root = self.root()
-        ranks = self.layout.ranks(self.world.rank, *dims)
-        if len(ranks) == self.world.world_size:
-            return dist.group.WORLD
-        for dim in dims:
-            if self.layout.ranks(self.world.rank, dim) == ranks:
-                return root.get_group(dim)
-        if dims not in self._spanning:
-            names = [self.layout.dim_names[dim] for dim in dims]
-            purpose = f"to build the group of {', '.join(names)}"
-            with self._building(purpose, {"building": f"group({names})"}) as token:
-                self._spanning[dims] = self._build_spanning(token, dims, ranks)
-        return self._spanning[dims]
+        with self._lock:
+            root = self.root()
+            ranks = self.layout.ranks(self.world.rank, *dims)
+            if len(ranks) == self.world.world_size:
+                return dist.group.WORLD
+            for dim in dims:
+                if self.layout.ranks(self.world.rank, dim) == ranks:
+                    return root.get_group(dim)
+            if dims not in self._spanning:
+                names = [self.layout.dim_names[dim] for dim in dims]
+                purpose = f"to build the group of {', '.join(names)}"
+                with self._building(purpose, {"building": f"group({names})"}) as token:
+                    self._spanning[dims] = self._build_spanning(token, dims, ranks)
+            return self._spanning[dims]
 
     def forget(self) -> list[Any]:
         """Let go of everything; returns the groups that were made here, for the caller to end."""
@@ -86,6 +92,11 @@ class MeshCache:
         self._submeshes.clear()
         self._spanning.clear()
         return made
+
+    def _names_groups(self) -> bool:
+        # Names must be alike on all ranks, so they come from a meeting, which needs a store.
+        can_meet = self.world.store is not None or self.world.backend == "fake"
+        return _torch.names_groups() and (can_meet or self.world.world_size == 1)
 
     def _build_named(self, token: str) -> DeviceMesh:
         groups = []
@@ -126,7 +137,7 @@ class MeshCache:
 
     def _build_spanning(self, token: str, dims: tuple[int, ...], ranks: tuple[int, ...]) -> Any:
         name = "_".join(self.layout.dim_names[dim] for dim in dims)
-        if _torch.names_groups():
+        if self._names_groups():
             return self._named_group(token, name, ranks)
         parts = [list(part) for part in self.layout.all_groups(*dims)]
         if getattr(dist.group.WORLD, "bound_device_id", None) is not None:

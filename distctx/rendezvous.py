@@ -16,8 +16,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,22 +25,23 @@ import attrs
 
 from distctx.exceptions import DistctxError, RendezvousError, RendezvousTimeoutError
 from distctx.reports import DISAGREE, GAVE_UP, SHOWN, TWICE, failure, list_ranks, name_of
-from distctx.stores import PrefixStore, Store, backoff
+from distctx.stores import PrefixStore, Store, backoff, discard
 
-__all__ = ["Meeting", "meet", "not_connected", "peek"]
+__all__ = ["Meeting", "meet", "peek", "wait_for_count"]
 
 log = logging.getLogger("distctx")
 
 #: Seconds after which the main rank says for whom it waits; then each time twice as long.
 _REPORT_AFTER = 5.0
 #: Seconds given to the rest to arrive once some are known to disagree, so that all are told.
-_GRACE = 0.5
+_GRACE = 1.0
 #: Seconds that a rank stays until the others have read why a room failed.
 _LINGER = 2.0
 #: How far beyond its own world, as a factor, a rank looks for those that believe in a larger one.
 _FARTHEST = 64
 
-_GO = "go"
+#: How a meeting can end well; and a room that a guest has left for a newer one.
+_GO, _LEFT = "go", "left"
 
 #: How a rank stands to the newest room: not in it; in it; kept out, since its rank is taken there.
 _OUTSIDE, _INSIDE, _REFUSED = "outside", "inside", "refused"
@@ -62,20 +63,42 @@ class Meeting(NamedTuple):
 
     def report_built(self) -> None:
         """This rank has built what the ranks met for."""
-        self.store.add("built", 1)
+        with suppress(RuntimeError):  # the store has gone, and with it those who would ask
+            self.store.add("built", 1)
 
-    def wait_until_built(self, world_size: int, end: float) -> bool:
-        """Whether all ranks have built it; waits for those that still do, until ``end``.
+    def report_failure(self, rank: int, error: BaseException) -> None:
+        """This rank could not build it. The others will know, when they fail for want of it."""
+        with suppress(RuntimeError):
+            text = f"rank {rank}: {type(error).__name__}: {error}"[:1000]
+            self.store.compare_set("failed", "", text)
 
-        A rank that destroys a group at once cuts off peers that are still connecting to each other:
-        they fail with "connection closed by peer".
-        """
-        pauses = backoff(longest=0.1)
-        while self.store.add("built", 0) < world_size:
+    def not_built(self, what: str, error: Exception) -> RendezvousError:
+        """The error for ranks that met and then could not build ``what`` with each other."""
+        first = None
+        with suppress(RuntimeError):
+            first = peek(self.store, "failed")
+        return RendezvousError(
+            f"All ranks met, but then {what} could not be made here: {str(error).splitlines()[0]} "
+            + (
+                f"The first to fail was {first}"
+                if first
+                else "Mostly another rank has ended or hangs since they met; look there."
+            )
+        )
+
+
+def wait_for_count(store: Store, key: str, number: int, end: float) -> bool:
+    """Whether a counter reaches ``number``, for which it waits until ``end``; False if it does not.
+
+    A store that has gone counts as reached: there is nobody left to wait for.
+    """
+    pauses = backoff(longest=0.1)
+    with suppress(RuntimeError):
+        while store.add(key, 0) < number:
             if time.monotonic() > end:
                 return False
             time.sleep(next(pauses))
-        return True
+    return True
 
 
 def peek(store: Store, key: str) -> str | None:
@@ -86,14 +109,6 @@ def peek(store: Store, key: str) -> str | None:
     """
     value = store.compare_set(key, "?", "?").decode()
     return None if value == "?" else value
-
-
-def not_connected(what: str, error: Exception) -> RendezvousError:
-    """The error for ranks that met and then could not build ``what`` with each other."""
-    return RendezvousError(
-        f"All ranks met, but then {what} could not be made here: {str(error).splitlines()[0]} "
-        "Mostly another rank has ended or hangs since they met; look there for the first error."
-    )
 
 
 def _await(store: Store, key: str, bound: float) -> str | None:
@@ -141,11 +156,15 @@ def meet(
     except DistctxError:
         raise
     except RuntimeError as error:
+        discard(store)
         raise RendezvousError(
             f"Rank {rank} lost the store at {place} while the ranks met {purpose}: "
             f"{str(error).splitlines()[0]}. The process that serves it, mostly rank 0 or the "
             "launcher, has ended; look there for the first error."
         ) from error
+    except BaseException:
+        guest.withdraw()
+        raise
 
 
 @attrs.define(eq=False, repr=False)
@@ -162,6 +181,7 @@ class _Guest:
     need_local: bool
 
     start: float = attrs.field(init=False, factory=time.monotonic)
+    arrival: ExitStack = attrs.field(init=False, factory=ExitStack)
     card: str = attrs.field(init=False)
     want_key: str = attrs.field(init=False)
 
@@ -179,31 +199,28 @@ class _Guest:
         disagreed_at = 0.0
         report_at = self.start + _REPORT_AFTER
         pauses = backoff()
-        with self._withdrawing_if_interrupted(room):
-            while True:
-                if room.add(self.want_key, 0) >= self.world_size:
-                    return self._settle(room, _GO)
-                now = time.monotonic()
-                # In this order: a rank counts what it wants before it counts itself.
-                arrived = room.add("arrived", 0)
-                if arrived > room.add(self.want_key, 0):
-                    disagreed_at = disagreed_at or now
-                    if arrived >= self.world_size or now > disagreed_at + _GRACE:
-                        return self._settle(room, DISAGREE)
-                if self.lobby.add("rooms", 0) != number:
-                    # Another process opened the next one as rank 0. It is told, and so are all.
-                    self._room(number + 1).set("twice", self.card)
-                    raise self._rank_is_taken(self._room(number + 1))
-                if peek(room, "twice"):
-                    return self._settle(room, TWICE)
-                if verdict := peek(room, "verdict"):
-                    return self._obey(room, verdict)
-                if self._left() <= 0:
-                    return self._settle(room, GAVE_UP)
-                if now >= report_at:
-                    self._log_progress(room, arrived)
-                    report_at = now + (now - self.start)
-                self._sleep(next(pauses))
+        while True:
+            if room.add(self.want_key, 0) >= self.world_size:
+                return self._settle(room, _GO)
+            now = time.monotonic()
+            # In this order: a rank counts what it wants before it counts itself.
+            arrived = room.add("arrived", 0)
+            if arrived > room.add(self.want_key, 0) and self._cards_differ(room):
+                disagreed_at = disagreed_at or now
+                if arrived >= self.world_size or now > disagreed_at + _GRACE:
+                    return self._settle(room, DISAGREE)
+            if self.lobby.add("rooms", 0) != number:
+                raise self._superseded()
+            if peek(room, "twice"):
+                return self._settle(room, TWICE)
+            if verdict := peek(room, "verdict"):
+                return self._obey(room, verdict)
+            if self._left() <= 0:
+                return self._settle(room, GAVE_UP)
+            if now >= report_at:
+                self._log_progress(room, arrived)
+                report_at = now + (now - self.start)
+            self._sleep(next(pauses))
 
     def find_room(self) -> Meeting:
         """Every other rank's way: follow the newest room, arrive in it, wait for its verdict."""
@@ -212,19 +229,33 @@ class _Guest:
         while True:
             newest = self.lobby.add("rooms", 0)
             if newest != number:
-                if standing != _OUTSIDE and (verdict := peek(room, "verdict")):
+                if standing != _OUTSIDE and (verdict := self._leave(room, standing)):
                     return self._obey(room, verdict, standing)
                 number, room, standing = newest, self._room(newest), _OUTSIDE
                 if peek(room, "verdict") is None:
                     standing = _INSIDE if self._arrive(room) else _REFUSED
-            with self._withdrawing_if_interrupted(room if standing == _INSIDE else None):
-                if standing != _OUTSIDE and (verdict := peek(room, "verdict")):
-                    return self._obey(room, verdict, standing)
-                if self._left() <= 0:
-                    if standing == _OUTSIDE:
-                        raise self._not_let_in(room)
-                    return self._settle(room, GAVE_UP if standing == _INSIDE else TWICE, standing)
-                self._sleep(next(pauses))
+            verdict = peek(room, "verdict") if standing != _OUTSIDE else None
+            if verdict and verdict != _LEFT:
+                return self._obey(room, verdict, standing)
+            if self._left() <= 0:
+                if standing == _OUTSIDE:
+                    raise self._not_let_in(room)
+                return self._settle(room, GAVE_UP if standing == _INSIDE else TWICE, standing)
+            self._sleep(next(pauses))
+
+    def withdraw(self) -> None:
+        """An interrupted wait, as by Ctrl-C at a prompt: as if this rank had not arrived."""
+        self.arrival.close()
+
+    def _leave(self, room: Store, standing: str) -> str | None:
+        """Leave a room for a newer one, so that it can never be let go without this rank.
+
+        Returns its verdict where it was settled before.
+        """
+        if standing == _REFUSED:
+            return peek(room, "verdict")
+        said = room.compare_set("verdict", "", _LEFT).decode()
+        return None if said == _LEFT else said
 
     def _room(self, number: int) -> Store:
         return PrefixStore(str(number), self.lobby)
@@ -238,28 +269,18 @@ class _Guest:
 
     def _arrive(self, room: Store) -> bool:
         """Take this rank's place; False where another process has it, who is told of that."""
+        self.arrival.pop_all()
         if room.compare_set(f"rank/{self.rank}", "", self.card).decode() != self.card:
             room.set("twice", self.card)
             return False
+        self.arrival.callback(room.delete_key, f"rank/{self.rank}")
         if self.need_local:
             room.set("need_local", "1")
         room.add(self.want_key, 1)
+        self.arrival.callback(room.add, self.want_key, -1)
         room.add("arrived", 1)
+        self.arrival.callback(room.add, "arrived", -1)
         return True
-
-    @contextmanager
-    def _withdrawing_if_interrupted(self, room: Store | None) -> Iterator[None]:
-        """Ctrl-C at a prompt: this rank has not come, and may come again to the same room's end."""
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            if room is not None:
-                room.add(self.want_key, -1)
-                room.add("arrived", -1)
-                room.delete_key(f"rank/{self.rank}")
-            raise
 
     # How it ends: one rank settles the room, the others obey.
 
@@ -277,6 +298,8 @@ class _Guest:
         if standing == _REFUSED:
             raise self._rank_is_taken(room)
         kind, _, token = verdict.partition("/")
+        if kind == _LEFT:
+            raise self._superseded() if self.rank == 0 else self._not_let_in(room)
         if kind == _GO:
             local = peek(room, f"local/{self.rank}") if self.need_local else None
             return Meeting(token, room, tuple(json.loads(local)) if local else None)
@@ -294,28 +317,33 @@ class _Guest:
                 room.set(f"local/{rank}", json.dumps([index, len(ranks)]))
 
     def _cards(self, room: Store) -> dict[int, dict[str, Any]]:
-        """Who has arrived, by rank. One request a rank, so only where it is needed."""
+        """Who has arrived, by rank. One request a rank, so only where it is needed.
+
+        Beyond its own world it looks only for those who are counted and not found: a rank that
+        believes in a larger one.
+        """
         cards: dict[int, dict[str, Any]] = {}
-        arrived, end = room.add("arrived", 0), self.world_size
-        rank = 0
-        while rank < end:
+        arrived = room.add("arrived", 0)
+        for rank in range(_FARTHEST * self.world_size):
+            if rank >= self.world_size and len(cards) >= arrived:
+                break
             if text := peek(room, f"rank/{rank}"):
                 cards[rank] = json.loads(text)
-                # A rank that believes in a larger world may sit beyond this one's end.
-                end = max(end, cards[rank]["wants"]["world_size"])
-            rank += 1
-            if rank == end and len(cards) < arrived and end < _FARTHEST * self.world_size:
-                end *= 2
         return cards
+
+    def _cards_differ(self, room: Store) -> bool:
+        """Whether those who are there want different things: counts alone may be just changing."""
+        wants = {json.dumps(card["wants"], sort_keys=True) for card in self._cards(room).values()}
+        return len(wants) > 1
 
     def _look_around(self, room: Store) -> dict[str, Any]:
         """What there is to tell about a meeting that failed, small enough for a store."""
         cards = self._cards(room)
         wants: dict[str, tuple[Any, list[int]]] = {}
         for rank, card in cards.items():
-            wants.setdefault(json.dumps(card["wants"], sort_keys=True), (card["wants"], []))[
-                1
-            ].append(rank)
+            text = json.dumps(card["wants"], sort_keys=True)
+            _, ranks = wants.setdefault(text, (card["wants"], []))
+            ranks.append(rank)
         twice = peek(room, "twice")
         return {
             "missing": [rank for rank in range(self.world_size) if rank not in cards],
@@ -331,14 +359,16 @@ class _Guest:
         may serve the store, stays until all have read it."""
         text = _await(room, "report", _LINGER)
         room.add("read", 1)
-        end = time.monotonic() + _LINGER
         if self.rank == 0:
-            for pause in backoff(longest=0.1):
-                if room.add("read", 0) >= room.add("arrived", 0) or time.monotonic() > end:
-                    break
-                time.sleep(pause)
+            wait_for_count(room, "read", room.add("arrived", 0), time.monotonic() + _LINGER)
         report: dict[str, Any] = json.loads(text) if text else {}
         return report
+
+    def _superseded(self) -> RendezvousError:
+        """Another process opened the next room as rank 0. It is told, and so are all."""
+        room = self._room(self.lobby.add("rooms", 0))
+        room.set("twice", self.card)
+        return self._rank_is_taken(room)
 
     def _rank_is_taken(self, room: Store) -> RendezvousError:
         other = _await(room, f"rank/{self.rank}", _GRACE)  # it may be just about to arrive
@@ -351,12 +381,12 @@ class _Guest:
 
     def _not_let_in(self, room: Store) -> DistctxError:
         """Time is over, and no room was open to this rank: rank 0 opens them."""
-        verdict = peek(room, "verdict") or ""
-        late = (
-            " The others met there before and gave up; this rank came too late."
-            if verdict.startswith(GAVE_UP)
-            else ""
-        )
+        verdict = (peek(room, "verdict") or "").partition("/")[0]
+        report = json.loads(peek(room, "report") or "{}")
+        late = ""
+        if verdict in (GAVE_UP, DISAGREE, TWICE):
+            last = failure(verdict, report, self.purpose, self.place, self.world_size)
+            late = f" The last meeting there failed before this rank came: {last} --"
         seconds = self.timeout.total_seconds()
         return RendezvousTimeoutError(
             f"Rank 0 did not come {self.purpose} within {seconds:g} s at {self.place}; without it "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +13,10 @@ if TYPE_CHECKING:
     from distctx.stores import Store
 
 __all__ = ["Request", "as_timeout"]
+
+
+#: Seconds: torch counts in ms, and gloo overflows with hundreds of years.
+_SHORTEST, _LONGEST = 0.001, 1e9
 
 
 class Request(NamedTuple):
@@ -39,14 +42,12 @@ def as_timeout(value: float | timedelta | None, name: str) -> timedelta | None:
     """Seconds or a timedelta as a timedelta; None stays None."""
     if value is None:
         return None
-    if not isinstance(value, timedelta):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise LaunchEnvironmentError(f"{name} must be seconds or a timedelta, got {value!r}.")
-        if not math.isfinite(value):
-            raise LaunchEnvironmentError(
-                f"{name}={value!r} must be finite; every wait needs a bound."
-            )
-        value = timedelta(seconds=value)
-    if value <= timedelta(0):
-        raise LaunchEnvironmentError(f"{name}={value.total_seconds():g} s must be more than 0.")
-    return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, timedelta)):
+        raise LaunchEnvironmentError(f"{name} must be seconds or a timedelta, got {value!r}.")
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not _SHORTEST <= seconds <= _LONGEST:  # and so for nan
+        raise LaunchEnvironmentError(
+            f"{name}={value!r} must be from {_SHORTEST:g} s to {_LONGEST:g} s; every wait needs a "
+            "bound."
+        )
+    return timedelta(seconds=seconds)

@@ -7,6 +7,7 @@ import enum
 import logging
 import os
 import socket
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -14,14 +15,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 from distctx.exceptions import LayoutError, RuntimeStateError
 from distctx.layout import Dim
+from distctx.request import Request
 from distctx.settings import Settings, open_runtimes
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from distctx.display import Description
@@ -39,6 +41,10 @@ class State(enum.Enum):
     UNOPENED = "unopened"  # made, and nothing acquired yet
     OPEN = "open"  # everything is acquired
     CLOSED = "closed"  # everything is given back; may be opened again
+
+
+#: Opening is one at a time, whichever thread does it.
+_opening = threading.RLock()
 
 
 def _was_dropped(hold: Hold, who: str) -> None:
@@ -83,8 +89,8 @@ class DistributedRuntime(Settings):
         device: this process's device. None: by local rank; the one visible where only one is.
 
     Raises:
-        LayoutError: shape, names or dims that cannot be; a timeout that is none.
-        LaunchEnvironmentError: an argument that no launch can have.
+        LayoutError: shape, names or dims that cannot be.
+        LaunchEnvironmentError: a time, a rank or a place to meet that cannot be.
 
     Example:
         >>> with DistributedRuntime(mesh_shape=(-1, 1), mesh_dim_names=("dp", "tp")) as rt:
@@ -113,7 +119,9 @@ class DistributedRuntime(Settings):
                 lacks the backend or the device. Before any socket opens.
             LayoutError: the mesh shape does not fit the world. Before any socket opens.
             RendezvousTimeoutError: ranks did not come; names them, on every rank that did.
-            RankDisagreementError: the ranks ask for different things; on every rank.
+            RankDisagreementError: the ranks ask for different things; on every rank that came.
+            RendezvousError: a rank is claimed twice, the store cannot be reached or was lost, or
+                the ranks met and then could not connect to each other.
             GroupConflictError: the group that is there is not the one asked for.
         """
         if self._state is State.OPEN:
@@ -127,9 +135,14 @@ class DistributedRuntime(Settings):
         request = self._request
         if self._device is not None:
             request = request._replace(device=devices.as_device(self._device))
-        there = start.find(request)
+        with _opening:
+            return self._open(request, start.find(request))
+
+    def _open(self, request: Request, there: World | None) -> DistributedRuntime:
+        from distctx import start
+
         environment = there.environment if there else self._detect(needs_address=True)
-        outer = self._outer()
+        outer = self._outer(environment.world_size)
         place = self._find_place(environment.rank, environment.world_size)
         if there is None and environment.reason:
             level = logging.WARNING if environment.is_doubtful else logging.INFO
@@ -176,11 +189,12 @@ class DistributedRuntime(Settings):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
-        where = f"{self._known_place()} on {socket.gethostname()}, pid {os.getpid()}"
-        error.add_note(f"[distctx] {where}")
+        note = f"[distctx] {self._known_place()} on {socket.gethostname()}, pid {os.getpid()}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         try:
             self.close(abort=True)
         except Exception as failure:
@@ -226,6 +240,7 @@ class DistributedRuntime(Settings):
             RuntimeStateError: not open.
             RendezvousTimeoutError: some ranks did not come here; names them.
             RankDisagreementError: the ranks came for different things.
+            RendezvousError: the store was lost, or the ranks could not connect to each other.
         """
         return self._built("mesh").root()
 
@@ -236,6 +251,7 @@ class DistributedRuntime(Settings):
         Raises:
             LayoutError: no such dim, or not in mesh order.
             RuntimeStateError: not open.
+            RendezvousError: and its kinds, as for ``mesh``.
         """
         found = self._submeshes.get(dims)
         if found is None:
@@ -243,25 +259,32 @@ class DistributedRuntime(Settings):
             found = self._submeshes[dims] = cache.submesh(self._in_order(dims))
         return found
 
-    def group(self, *dims: Dim) -> Any:
+    def group(self, *dims: Dim) -> ProcessGroup:
         """The process group along ``dims``; several: the one that spans them; no dims: WORLD.
         Talks to every rank at first use.
 
         Raises:
             LayoutError: no such dim, or not in mesh order.
             RuntimeStateError: not open.
+            RendezvousError: and its kinds, as for ``mesh``.
         """
         found = self._groups.get(dims)
         if found is None:
             cache = self._built(f"group{dims}")
             found = cache.group(self._in_order(dims)) if dims else self._life("group").group
             self._groups[dims] = found
-        return found
+        group: ProcessGroup = found
+        return group
 
     # Waiting for each other.
 
     def barrier(self) -> None:
-        """Wait for every rank, for at most the group's timeout. Talks to every rank."""
+        """Wait for every rank, for at most the group's timeout. Talks to every rank.
+
+        Raises:
+            RuntimeError: torch's own, where a rank does not come in time; on gloo the main rank's
+                says which.
+        """
         from distctx import sync
 
         sync.barrier(self._life("barrier()"))

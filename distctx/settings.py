@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from distctx.environment import LaunchEnvironment
-from distctx.exceptions import LaunchEnvironmentError, LayoutError, RuntimeStateError
+from distctx.exceptions import LaunchEnvironmentError, RuntimeStateError
 from distctx.layout import Dim, MeshLayout, Partition
 from distctx.place import Parallelism, Place
 from distctx.request import Request, as_timeout
@@ -56,7 +56,7 @@ class Settings:
     _device: Any = attrs.field(default=None, kw_only=True, on_setattr=_setting)
 
     _request: Request = attrs.field(init=False)
-    _asked_layout: MeshLayout | None = attrs.field(init=False)
+    _asked_layout: MeshLayout | None = attrs.field(init=False, default=None)
     _environment: LaunchEnvironment | None = attrs.field(init=False, default=None)
     _place: Place | None = attrs.field(init=False, default=None)
 
@@ -77,16 +77,9 @@ class Settings:
             pg_options=self.pg_options,
         )
         shape, names = self.mesh_shape, self.mesh_dim_names
-        if shape is None and names is not None and len(tuple(names)) != 1:
-            raise LayoutError(
-                f"mesh_dim_names={tuple(names)!r} needs mesh_shape, a size for each name; one of "
-                "them may be -1."
-            )
-        nothing_asked = shape is None and names is None
-        self._asked_layout = (
-            None if nothing_asked else MeshLayout((-1,) if shape is None else shape, names)
-        )
-        if self._asked_layout is not None:
+        if shape is not None or names is not None:
+            # Names alone are for all ranks in one dim.
+            self._asked_layout = MeshLayout((-1,) if shape is None else shape, names)
             self._parallelism().dp_dims(self._asked_layout)
             self._parallelism().tp_dim(self._asked_layout)
 
@@ -184,8 +177,10 @@ class Settings:
     def _detect(self, *, needs_address: bool = False) -> LaunchEnvironment:
         """What the launcher says; inside an open runtime, what that one knows."""
         inner = innermost()
-        if inner is not None and inner._hold is not None:
-            return inner._hold.world.environment
+        if inner is not None and inner._environment is not None:
+            known = inner._environment
+            if self._rank in (None, known.rank) and self._world_size in (None, known.world_size):
+                return known
         return LaunchEnvironment.detect(
             rank=self._rank,
             world_size=self._world_size,
@@ -193,13 +188,14 @@ class Settings:
             needs_address=needs_address and self.store is None and self._request.backend != "fake",
         )
 
-    def _outer(self) -> DistributedRuntime | None:
+    def _outer(self, world_size: int) -> DistributedRuntime | None:
         """The open runtime whose layout and mesh this one has, since it asks for none."""
-        return innermost() if self._asked_layout is None else None
+        outer = innermost() if self._asked_layout is None else None
+        return outer if outer is not None and outer.world_size == world_size else None
 
     def _find_place(self, rank: int, world_size: int) -> Place:
         """The place of a rank in a world; in the outer runtime's layout where none is asked."""
-        own, outer = self._parallelism(), self._outer()
+        own, outer = self._parallelism(), self._outer(world_size)
         if outer is None or outer._place is None:
             layout = self._asked_layout or MeshLayout((-1,))
             return Place.of(rank, layout.resolve(world_size), own)

@@ -25,9 +25,9 @@ from distctx.devices import (
     use_device,
 )
 from distctx.environment import LaunchEnvironment, is_env
-from distctx.exceptions import GroupConflictError, LaunchEnvironmentError
+from distctx.exceptions import DistctxError, GroupConflictError, LaunchEnvironmentError
 from distctx.layout import MeshLayout
-from distctx.rendezvous import Meeting, meet, not_connected
+from distctx.rendezvous import Meeting, meet
 from distctx.request import Request
 from distctx.stores import HashStore, PrefixStore, Store, open_store
 from distctx.world import World, current
@@ -73,7 +73,7 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
         place = "this process"
     else:
         meeting, place = _meet_to_start(
-            request, environment, layout, backend, device_type, timeout, rendezvous_timeout
+            request, environment, layout, backend, device_type, rendezvous_timeout
         )
         store = PrefixStore("group", meeting.store)
         if meeting.local is not None:
@@ -81,7 +81,6 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
             environment = attrs.evolve(
                 environment, local_rank=local_rank, local_world_size=local_world_size
             )
-    device = device or choose(environment.local_rank)
     arguments: dict[str, Any] = {
         "backend": backend,
         "store": store,
@@ -91,12 +90,21 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
     }
     if request.pg_options is not None:
         arguments["pg_options"] = request.pg_options
-    if binds_device(backend, device):
-        arguments["device_id"] = device
     with contextlib.ExitStack() as undo:
-        undo.enter_context(use_device(device))
-        with gloo_on_loopback() if environment.world_size == 1 else contextlib.nullcontext():
-            _init(meeting.token if meeting else secrets.token_hex(4), arguments, undo)
+        try:
+            device = device or choose(environment.local_rank)
+            if binds_device(backend, device):
+                arguments["device_id"] = device
+            undo.enter_context(use_device(device))
+            with gloo_on_loopback() if environment.world_size == 1 else contextlib.nullcontext():
+                _init(meeting.token if meeting else secrets.token_hex(4), arguments, undo)
+        except Exception as error:
+            if meeting is None:
+                raise
+            meeting.report_failure(environment.rank, error)
+            if isinstance(error, RuntimeError) and not isinstance(error, DistctxError):
+                raise meeting.not_built("the world's group", error) from error
+            raise
         made = World(
             group=dist.group.WORLD,
             rank=environment.rank,
@@ -112,8 +120,9 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
         )
         made.undo = undo.pop_all()
     if meeting is not None:
+        store.set_timeout(timeout)
         meeting.report_built()
-        made.built_together.append(meeting)
+        made.to_be_read.append((meeting.store, "built", environment.world_size))
     return made
 
 
@@ -123,13 +132,12 @@ def _meet_to_start(
     layout: MeshLayout,
     backend: str,
     device_type: str,
-    timeout: timedelta,
     rendezvous_timeout: timedelta,
 ) -> tuple[Meeting, str]:
     """The meeting before a world is made, and the place of its store in words."""
     if request.store is None:
         store, place = open_store(environment, request.init_method, rendezvous_timeout)
-        store.set_timeout(timeout)
+        store.set_timeout(rendezvous_timeout)  # for what torch waits for in it, until it is through
     else:
         store, place = request.store, f"the {type(request.store).__name__} that was given"
     meeting = meet(
@@ -156,13 +164,11 @@ def _init(token: str, arguments: dict[str, Any], undo: contextlib.ExitStack) -> 
     try:
         _torch.move_group_names(token)
         dist.init_process_group(**arguments)
-    except BaseException as error:
+    except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
         _torch.move_group_names("")
         sys.excepthook = hook
-        if isinstance(error, RuntimeError):
-            raise not_connected("the world's group", error) from error
         raise
     undo.callback(_put_back_excepthook, hook, sys.excepthook)
 
@@ -180,17 +186,17 @@ def _adopt(request: Request) -> World:
         )
     except LaunchEnvironmentError:
         environment = LaunchEnvironment("none", rank, world_size)
-    device_type = request.device_type or device_type_of(backend)
     bound = getattr(group, "bound_device_id", None)
-    if request.device is not None:
-        device = request.device
-    elif bound is not None and bound.type == device_type:
-        device = bound
-    else:
-        device = current_device(device_type)
+    device_type = request.device_type or (bound.type if bound else device_type_of(backend))
+    undo = contextlib.ExitStack()
+    device = bound or current_device(device_type)
+    if bound is None and device.index is None:  # nobody chose one yet, so it falls to us
+        local_rank = environment.local_rank
+        device = choose_device(device_type, local_rank, asked=request.device, backend=backend)
+        undo.enter_context(use_device(device))
     timeout = request.timeout or _torch.group_timeout(group) or _torch.default_timeout(backend)
     store = _torch.default_store() if backend != "fake" else None
-    return World(
+    adopted = World(
         group=group,
         rank=rank,
         world_size=world_size,
@@ -203,6 +209,8 @@ def _adopt(request: Request) -> World:
         store=None if store is None else PrefixStore("distctx", store),
         place="the store of the group that was there",
     )
+    adopted.undo = undo
+    return adopted
 
 
 def _check(there: World, request: Request) -> None:
@@ -217,9 +225,17 @@ def _check(there: World, request: Request) -> None:
     ]
     if request.backend is not None and not same_backend(request.backend, there.backend):
         wrong.append(f"backend: got {there.backend!r}, wanted {request.backend!r}")
-    bound = getattr(there.group, "bound_device_id", None) or (there.device if there.owned else None)
-    if request.device is not None and bound is not None and request.device != bound:
-        wrong.append(f"device: got {str(bound)!r}, wanted {str(request.device)!r}")
+    wanted_type = request.device.type if request.device else request.device_type
+    if wanted_type is not None and wanted_type != there.device.type:
+        wrong.append(f"device type: got {there.device.type!r}, wanted {wanted_type!r}")
+    elif request.device is not None and request.device.index not in (None, there.device.index):
+        wrong.append(f"device: got {str(there.device)!r}, wanted {str(request.device)!r}")
+    told_elsewhere = ("init_method", "store", "pg_options")
+    wrong += [
+        f"{name}: a group that is there takes none"
+        for name in told_elsewhere
+        if getattr(request, name) is not None
+    ]
     if wrong:
         raise GroupConflictError(
             "The process group that is initialised already is not the one asked for; "

@@ -6,15 +6,19 @@ ends. A child made by fork must not use its parent's connections: it starts with
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import logging
+import functools
 import os
+import queue
 import socket
+import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from torch.distributed.rendezvous import rendezvous
 
@@ -26,9 +30,16 @@ if TYPE_CHECKING:  # torch.distributed has these, but its types do not say so
 else:
     from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "backoff", "open_store"]
-
-log = logging.getLogger("distctx")
+__all__ = [
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "backoff",
+    "discard",
+    "open_store",
+]
 
 _kept: dict[str, Store] = {}
 _of_parents: list[dict[str, Store]] = []
@@ -42,6 +53,14 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def discard(store: Store) -> None:
+    """Do not keep a store that has failed: the next life opens it again."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    for key in [key for key, kept in _kept.items() if kept is store]:
+        del _kept[key]
 
 
 def open_store(
@@ -59,7 +78,7 @@ def open_store(
     else:
         url = urlsplit(init_method)
         if url.scheme == "file":
-            return _open_file(url.path)
+            return _open_file(str(init_method), url.netloc, url.path)
         if url.scheme != "tcp":
             return _open_other(str(init_method), environment, timeout)
         try:
@@ -81,15 +100,25 @@ def open_store(
     return _kept[key], place
 
 
-def _open_file(path: str) -> tuple[Store, str]:
-    key = f"file://{path}"
+def _open_file(url: str, host: str, path: str) -> tuple[Store, str]:
+    """A file that all ranks see; another file at the same path is another store."""
+    if host not in ("", "localhost") or not path:
+        raise LaunchEnvironmentError(
+            f"init_method={url!r} names no absolute path; wanted 'file:///folder/file'."
+        )
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        about = os.fstat(number)
+        os.close(number)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+    except OSError as error:
+        raise RendezvousError(
+            f"The ranks cannot meet in the file {path!r}: {error.strerror}. It must be one that "
+            "this process may make and write, on a file system that all ranks share."
+        ) from error
+    key = f"file://{path}?{about.st_dev}:{about.st_ino}"
     if key not in _kept:
-        folder = os.path.dirname(path)
-        if not path or not os.path.isdir(folder):
-            raise RendezvousError(
-                f"init_method='{key}': there is no folder {folder!r} here; make it on every host, "
-                "on a file system that all of them share."
-            )
         _kept[key] = FileStore(path, -1)  # -1: the file outlives each life
     return _kept[key], path
 
@@ -97,14 +126,19 @@ def _open_file(path: str) -> tuple[Store, str]:
 def _open_other(url: str, environment: LaunchEnvironment, timeout: timedelta) -> tuple[Store, str]:
     """A scheme that somebody registered with torch."""
     if url not in _kept:
-        bare = urlsplit(url)._replace(query="").geturl()
-        handler = rendezvous(bare, environment.rank, environment.world_size, timeout=timeout)
-        _kept[url] = next(iter(handler))[0]
+        parts = urlsplit(url)
+        rest = [(k, v) for k, v in parse_qsl(parts.query) if k not in ("rank", "world_size")]
+        bare = parts._replace(query=urlencode(rest)).geturl()
+        try:
+            handler = rendezvous(bare, environment.rank, environment.world_size, timeout=timeout)
+            _kept[url] = next(iter(handler))[0]
+        except RuntimeError as error:
+            raise RendezvousError(f"torch cannot open init_method={url!r}: {error}") from error
     return _kept[url], url
 
 
 def _serve(host: str, port: int, timeout: timedelta) -> Store:
-    try:
+    def serve() -> Store:
         return TCPStore(
             host,
             port,
@@ -114,13 +148,47 @@ def _serve(host: str, port: int, timeout: timedelta) -> Store:
             multi_tenant=True,
             master_listen_fd=_listen_on_loopback(host, port),
         )
+
+    try:
+        return _bounded(serve, timeout.total_seconds())
     except (RuntimeError, OSError) as error:
-        taken = str(errno.EADDRINUSE) in str(error) or "in use" in str(error).lower()
-        why = "the port is taken by another process" if taken else f"{error}".splitlines()[0]
-        raise RendezvousError(
-            f"Rank 0 cannot serve the store at {host}:{port}: {why}. Pass another port in "
-            "MASTER_PORT or init_method on every rank; `ss -ltnp` shows who holds this one."
-        ) from error
+        if "in use" in str(error).lower() or getattr(error, "errno", 0) == errno.EADDRINUSE:
+            why = (
+                "the port is taken by another process. Pass another port in MASTER_PORT or "
+                "init_method on every rank; `ss -ltnp` shows who holds this one."
+            )
+        else:
+            why = (
+                f"{str(error).splitlines()[0]}. Is {host!r} a name or an address of this host, and "
+                "the same on every rank?"
+            )
+        raise RendezvousError(f"Rank 0 cannot serve the store at {host}:{port}: {why}") from error
+
+
+def _bounded(call: Callable[[], Store], seconds: float) -> Store:
+    """What ``call`` returns; TimeoutError after ``seconds``, and open to Ctrl-C meanwhile.
+
+    torch's constructors can wait for several times their timeout, deaf to signals. The thread of
+    one that is given up is left behind: nothing can end it.
+    """
+    results: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(call())
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=run, name="distctx-open-store", daemon=True).start()
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(queue.Empty):
+            result = results.get(timeout=0.1)
+            if isinstance(result, Exception):
+                raise result
+            return result
+        if time.monotonic() > end:
+            raise TimeoutError(f"no answer within {seconds:g} s")
 
 
 def _listen_on_loopback(host: str, port: int) -> int | None:
@@ -148,9 +216,10 @@ def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:
             time.sleep(min(pause, left))
             continue
         try:
-            bound = timedelta(seconds=max(left, 1.0))
-            return TCPStore(host, port, is_master=False, timeout=bound, wait_for_workers=False)
-        except RuntimeError as error:
+            left = max(left, 1.0)
+            client = functools.partial(_client, host, port, timedelta(seconds=left))
+            return _bounded(client, left)
+        except (RuntimeError, TimeoutError) as error:
             raise RendezvousError(
                 f"Something listens at {host}:{port}, but it does not answer as a torch store: "
                 f"{str(error).splitlines()[0]}. Is the port used by another program?"
@@ -163,6 +232,10 @@ def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:
         "resolves here, and that no firewall stands between.",
         missing_ranks=() if served else (0,),
     ) from failure
+
+
+def _client(host: str, port: int, timeout: timedelta) -> Store:
+    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def backoff(shortest: float = 0.0002, longest: float = 1.0) -> Iterator[float]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from distctx.exceptions import RemoteRankError, RendezvousTimeoutError
-from distctx.rendezvous import peek
+from distctx.exceptions import (
+    DistctxError,
+    RemoteRankError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    RuntimeStateError,
+)
+from distctx.rendezvous import peek, wait_for_count
 from distctx.stores import PrefixStore, Store, backoff
 
 if TYPE_CHECKING:
@@ -22,11 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["barrier", "first"]
 
-log = logging.getLogger("distctx")
-
 #: Seconds between two signs of life from the rank that goes first, at the most; of a group's
 #: timeout, a quarter.
 _BEAT = 2.0
+#: Seconds that the one who failed first stays until the others have read of it.
+_LINGER = 2.0
+
+_turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def barrier(world: World) -> None:
@@ -47,18 +55,26 @@ def first(world: World, local: bool) -> Iterator[None]:
     Nothing here is a collective, so a long body trips no timeout of the group. The others wait as
     long as the first shows signs of life; ``world.timeout`` without one is an error.
     """
-    environment = world.environment
-    leads = environment.local_rank == 0 if local else world.rank == 0
-    if world.store is None or world.world_size == 1:
+    if world.world_size == 1 or world.backend == "fake":
         yield
         return
+    if world.store is None:
+        raise RuntimeStateError(
+            "main_first() needs the store of the process group, and this torch does not give it; "
+            "let distctx make the group."
+        )
+    environment = world.environment
+    leads = environment.local_rank == 0 if local else world.rank == 0
     node = environment.node_rank
     host = socket.gethostname() if node is None else str(node)
-    world.turns += 1
-    scope = f"host/{host}" if local else "world"
-    turn = PrefixStore(f"first/{world.turns}/{scope}", world.store)
+    # Counted with the group, not with the runtime: a group that is joined again has its old turns.
+    _turns[world.group] = number = _turns.get(world.group, 0) + 1
+    turn = PrefixStore(f"first/{number}/{f'host/{host}' if local else 'world'}", world.store)
     if leads:
-        with _leading(turn, world.rank, min(_BEAT, world.timeout.total_seconds() / 4)):
+        followers = world.world_size - 1
+        if local:
+            followers = (environment.local_world_size or 1) - 1
+        with _leading(turn, world, followers):
             yield
         return
     _follow(turn, world)
@@ -66,26 +82,31 @@ def first(world: World, local: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _leading(turn: Store, rank: int, pause: float) -> Iterator[None]:
+def _leading(turn: Store, world: World, followers: int) -> Iterator[None]:
     done = threading.Event()
+    pause = min(_BEAT, world.timeout.total_seconds() / 4)
 
     def beat() -> None:
-        while not done.wait(pause):
-            try:
+        with contextlib.suppress(RuntimeError):
+            while not done.wait(pause):
                 turn.add("beat", 1)
-            except RuntimeError:
-                return
+
+    def end(text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone, and those who read it
+            turn.set("end", f"{world.rank}\n{text}")
 
     thread = threading.Thread(target=beat, name="distctx-main-first", daemon=True)
     thread.start()
     try:
         yield
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))[-4000:]
-        turn.set("end", f"{rank}\n{text}")
+        end("".join(traceback.format_exception(error))[-4000:])
+        # This process may serve the store, and is about to end.
+        wait_for_count(turn, "read", followers, time.monotonic() + _LINGER)
         raise
     else:
-        turn.set("end", f"{rank}\n")
+        end("")
+        world.to_be_read.append((turn, "read", followers))
     finally:
         done.set()
         thread.join()
@@ -94,21 +115,31 @@ def _leading(turn: Store, rank: int, pause: float) -> Iterator[None]:
 def _follow(turn: Store, world: World) -> None:
     beats, heard = 0, time.monotonic()
     bound = world.timeout.total_seconds()
-    for pause in backoff():
-        if (end := peek(turn, "end")) is not None:
-            rank, _, text = end.partition("\n")
-            if text:
-                raise RemoteRankError(
-                    f"Rank {rank} failed in main_first(), so this rank cannot go on:\n{text}",
-                    rank=int(rank),
+    try:
+        for pause in backoff(longest=0.25):
+            if (end := peek(turn, "end")) is not None:
+                turn.add("read", 1)
+                rank, _, text = end.partition("\n")
+                if text:
+                    raise RemoteRankError(
+                        f"Rank {rank} failed in main_first(), so this rank cannot go on:\n{text}",
+                        rank=int(rank),
+                    )
+                return
+            if (now_at := turn.add("beat", 0)) != beats:
+                beats, heard = now_at, time.monotonic()
+            if time.monotonic() - heard > bound:
+                raise RendezvousTimeoutError(
+                    f"Rank {world.rank} waited in main_first() for the rank that goes first, which "
+                    f"gave no sign of life for {bound:g} s; is it alive, and does it reach this "
+                    "line too?"
                 )
-            return
-        if (now_at := turn.add("beat", 0)) != beats:
-            beats, heard = now_at, time.monotonic()
-        if time.monotonic() - heard > bound:
-            raise RendezvousTimeoutError(
-                f"Rank {world.rank} waited in main_first() for the rank that goes first, which "
-                f"gave "
-                f"no sign of life for {bound:g} s; is it alive, and does it reach this line too?"
-            )
-        time.sleep(pause)
+            time.sleep(pause)
+    except DistctxError:
+        raise
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"Rank {world.rank} lost the store at {world.place} while it waited in main_first(): "
+            f"{str(error).splitlines()[0]}. The rank that goes first, or the one that serves the "
+            "store, has ended; look there for the first error."
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -17,12 +18,10 @@ import torch.distributed as dist
 
 from distctx import _torch
 from distctx.environment import LaunchEnvironment
-from distctx.exceptions import (
-    RuntimeStateError,
-)
+from distctx.exceptions import DistctxError, RuntimeStateError
 from distctx.layout import MeshLayout
 from distctx.mesh_cache import MeshCache
-from distctx.rendezvous import Meeting, meet, not_connected
+from distctx.rendezvous import meet, wait_for_count
 from distctx.request import Request
 from distctx.stores import PrefixStore, Store
 
@@ -32,8 +31,8 @@ log = logging.getLogger("distctx")
 
 #: Seconds that an abort may take before the groups are left to the end of the process.
 _ABORT_BOUND = 30.0
-#: Seconds that a clean end waits for peers that still connect to its groups.
-_BUILD_BOUND = 2.0
+#: Seconds that a clean end waits for peers that are not through yet.
+_OTHERS_BOUND = 2.0
 
 _current: World | None = None
 
@@ -54,8 +53,7 @@ class World:
     store: Store | None
     place: str
 
-    turns: int = attrs.field(init=False, default=0)
-    built_together: list[Meeting] = attrs.field(init=False, factory=list)
+    to_be_read: list[tuple[Store, str, int]] = attrs.field(init=False, factory=list)
     _holds: list[Hold] = attrs.field(init=False, factory=list)
     _caches: dict[tuple[Any, ...], MeshCache] = attrs.field(init=False, factory=dict)
     undo: contextlib.ExitStack = attrs.field(init=False, factory=contextlib.ExitStack)
@@ -79,7 +77,7 @@ class World:
                 "runtime and open it again."
             )
         if self.store is None or self.world_size == 1:
-            yield secrets.token_hex(4)
+            yield secrets.token_hex(4)  # alike on all ranks only where there is one
             return
         here = meet(
             PrefixStore("touch", self.store),
@@ -92,10 +90,13 @@ class World:
         )
         try:
             yield here.token
-        except RuntimeError as error:
-            raise not_connected("its groups", error) from error
+        except Exception as error:
+            here.report_failure(self.rank, error)
+            if isinstance(error, RuntimeError) and not isinstance(error, DistctxError):
+                raise here.not_built("their groups", error) from error
+            raise
         here.report_built()
-        self.built_together.append(here)
+        self.to_be_read.append((here.store, "built", self.world_size))
 
     def cache_of(self, layout: MeshLayout, device_type: str, request: Request) -> MeshCache:
         """What is built of a layout here, shared by all who ask for it with the same times."""
@@ -121,7 +122,7 @@ class World:
         self._holds.remove(hold)
         unused = all(other.cache is not hold.cache for other in self._holds)
         if not abort and (ends or unused):
-            self._wait_until_built()
+            self._wait_for_others()
         if unused:
             self._caches = {k: one for k, one in self._caches.items() if one is not hold.cache}
             made = hold.cache.forget()
@@ -142,13 +143,14 @@ class World:
             if self.owned and self.is_alive:
                 _end(self.backend, abort)
 
-    def _wait_until_built(self) -> None:
-        """No group goes while a peer still connects to it: long past, but in the shortest lives."""
-        end = time.monotonic() + _BUILD_BOUND
-        with contextlib.suppress(RuntimeError):  # the store has gone, and so has its server's rank
-            for here in self.built_together:
-                here.wait_until_built(self.world_size, end)
-        self.built_together.clear()
+    def _wait_for_others(self) -> None:
+        """Nothing goes that a peer still needs: a group it still connects to (it would be cut off:
+        "connection closed by peer"), or a word it has not read. Both are long past but in the
+        shortest lives, so this is one request each, and one bound for all."""
+        end = time.monotonic() + _OTHERS_BOUND
+        for store, key, number in self.to_be_read:
+            wait_for_count(store, key, number, end)
+        self.to_be_read.clear()
 
 
 def _end(backend: str, abort: bool) -> None:
@@ -163,12 +165,24 @@ def _end(backend: str, abort: bool) -> None:
     dist.destroy_process_group()
 
 
+def _forget_after_fork() -> None:
+    """A child has no part in its parent's world."""
+    global _current
+    if _current is not None:
+        _torch.keep_groups_for_ever()
+        _current = None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
 @attrs.frozen(eq=False, repr=False)
 class Hold:
     """One runtime's hold on a world and on what is built of its layout."""
 
     world: World
     cache: MeshCache
+    _process: int = attrs.field(init=False, factory=os.getpid)
 
     @property
     def ends_the_world(self) -> bool:
@@ -176,12 +190,14 @@ class Hold:
         return self.world.owned and self.world._holds == [self]
 
     def release(self, *, abort: bool) -> None:
-        """Let go; see ``World.release``."""
-        self.world.release(self, abort=abort)
+        """Let go; see ``World.release``. A child of the process that opened it only forgets it."""
+        if self._process == os.getpid():
+            self.world.release(self, abort=abort)
 
     def abandon(self) -> None:
         """Let go without ending anything; see ``World.abandon``."""
-        self.world.abandon(self)
+        if self._process == os.getpid():
+            self.world.abandon(self)
 
 
 def current() -> World | None:

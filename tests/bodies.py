@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from distctx import DistributedRuntime, _torch, rendezvous
+from distctx import DistributedRuntime, RemoteRankError, _torch, rendezvous
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 MESH: dict[str, Any] = {"mesh_shape": (-1, 2), "mesh_dim_names": ("dp", "tp")}
+_worlds = 0
 BOUND: dict[str, Any] = {"timeout": 30, "rendezvous_timeout": 30}
 
 
@@ -42,6 +44,16 @@ def _error(act: Callable[[], Any]) -> dict[str, Any]:
             "seconds": time.monotonic() - start,
         }
     raise AssertionError("nothing was raised")
+
+
+def _start_with_torch() -> None:
+    """A world that torch makes, under fresh keys: old ones would be met again."""
+    global _worlds
+    _worlds += 1
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    fresh = dist.PrefixStore(f"torch's world {_worlds}", store)
+    dist.init_process_group("gloo", store=fresh, rank=RANK, world_size=WORLD_SIZE)
 
 
 def everything() -> Any:
@@ -174,7 +186,7 @@ def touched_for_different_things() -> Any:
 def joined() -> Any:
     """A group that torch made is joined; its ranks meet in its own store for the mesh."""
     hook = sys.excepthook
-    dist.init_process_group("gloo")
+    _start_with_torch()
     with DistributedRuntime(**MESH, **BOUND) as rt:
         told = {"owns": rt.owns_process_group, "sum": _sum(rt.rank, rt.group("tp"))}
         told["inside"] = _torch.number_of_groups()
@@ -202,6 +214,26 @@ def first() -> Any:
 
         told = _error(fail)
         return {"waited": waited, "error": told}
+
+
+def first_in_a_joined_group() -> Any:
+    """In each of two joined lives the main rank goes first, whatever failed in the first."""
+    hook, told = sys.excepthook, []
+    _start_with_torch()
+    for life in range(2):
+        dist.barrier()
+        with DistributedRuntime(**BOUND) as rt:
+            start = time.monotonic()
+            with rt.main_first():
+                told.append(time.monotonic() - start)
+                if rt.is_main_process:
+                    time.sleep(0.5)
+            if life == 0:
+                with contextlib.suppress(KeyError, RemoteRankError), rt.main_first(local=True):
+                    raise KeyError
+    dist.destroy_process_group()
+    sys.excepthook = hook
+    return told
 
 
 def barrier_names_the_absent() -> Any:

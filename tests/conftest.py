@@ -16,6 +16,8 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     hook = sys.excepthook
+    if "distctx.stores" in sys.modules:
+        monkeypatch.setattr("distctx.stores._kept", {})
     yield
     left = []
     if "torch.distributed" in sys.modules:

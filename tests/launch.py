@@ -78,8 +78,11 @@ def run_bodies(
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         stacks = _stacks(out)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # torchrun's workers are in sessions of their own.
+        workers = [int(path.read_text()) for path in _by_rank(out, "pid")]
+        for pid in (process.pid, *workers):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         output, _ = process.communicate()
         pytest.fail(f"{nproc} ranks hung for {timeout:g} s; they stood here:\n{stacks}\n{output}")
     results = [json.loads(path.read_text()) for path in _by_rank(out, "json")]

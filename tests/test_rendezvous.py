@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from distctx import (
     RendezvousTimeoutError,
     stores,
 )
-from distctx.rendezvous import Meeting, meet, peek
+from distctx.rendezvous import Meeting, meet, peek, wait_for_count
 
 
 class Counting:
@@ -199,7 +201,7 @@ def test_who_comes_late_does_not_start() -> None:
     together(lambda: come(store, 0, 2, 0.2))
     (error,) = together(lambda: come(store, 1, 2, 0.3))
     assert error.missing_ranks == (0,)
-    assert "gave up; this rank came too late" in str(error)
+    assert "The last meeting there failed before this rank came: 1 of 2" in str(error)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -301,13 +303,112 @@ def test_a_store_is_kept() -> None:
     first, _ = stores.open_store(environment, None, timedelta(seconds=5))
     again, _ = stores.open_store(environment, None, timedelta(seconds=5))
     assert again is first
-    stores._kept.clear()
 
 
-def test_leaving_waits_for_those_who_still_build() -> None:
-    """A rank that is through waits, in bounds, until all have built."""
+def test_a_count_is_waited_for_in_bounds() -> None:
+    """A count that is reached ends the wait; one that is not ends with its bound."""
+    store = dist.HashStore()
+    assert not wait_for_count(store, "built", 1, time.monotonic() + 0.1)
+    Meeting("word", store).report_built()
+    assert wait_for_count(store, "built", 1, time.monotonic())
+
+
+def test_why_the_others_could_not_build_is_told() -> None:
+    """A rank that fails after the meeting says why, and the others' error names it."""
     meeting = Meeting("word", dist.HashStore())
-    meeting.report_built()
-    assert not meeting.wait_until_built(2, time.monotonic() + 0.1)
-    meeting.report_built()
-    assert meeting.wait_until_built(2, time.monotonic())
+    meeting.report_failure(1, ValueError("no device"))
+    meeting.report_failure(2, ValueError("later"))
+    error = meeting.not_built("the group", RuntimeError("wait timeout"))
+    assert "the group could not be made here: wait timeout" in str(error)
+    assert "The first to fail was rank 1: ValueError: no device" in str(error)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nobody_is_let_go_in_half_a_world(seed: int) -> None:
+    """With rank 0 claimed twice, each world that starts is whole: no go for less than all ranks."""
+    store, chance = dist.HashStore(), random.Random(seed)
+    ranks = [0, 0, 1, 2, 3]
+    pauses = [chance.random() / 50 for _ in ranks]
+
+    def one(rank: int, pause: float) -> Meeting:
+        time.sleep(pause)
+        return come(store, rank, 4, 1.0)
+
+    met = together(*(lambda r=r, p=p: one(r, p) for r, p in zip(ranks, pauses, strict=True)))
+    tokens = Counter(one.token for one in met if isinstance(one, Meeting))
+    assert set(tokens.values()) <= {4}
+    assert all(isinstance(one, (Meeting, RendezvousError)) for one in met)
+
+
+def test_counts_that_are_just_changing_are_no_disagreement() -> None:
+    """Counts that do not add up, as while a rank withdraws, are no disagreement by themselves."""
+    store = dist.HashStore()
+    dist.PrefixStore("1", store).add("arrived", 1)  # counted, and not there
+    error = together(lambda: come(store, 0, 3, 0.5))[0]
+    assert type(error) is RendezvousTimeoutError
+
+
+def test_a_world_size_beyond_reason_costs_little() -> None:
+    """A rank that believes in millions of others is told in bounded time."""
+    store = dist.HashStore()
+    sizes = {0: 2, 1: 3_000_000}
+    start = time.monotonic()
+    errors = together(*(lambda r=r, s=s: come(store, r, s) for r, s in sizes.items()))
+    assert time.monotonic() - start < 10
+    assert all(isinstance(error, RankDisagreementError) for error in errors)
+
+
+def test_an_interrupted_follower_takes_its_arrival_back() -> None:
+    """A rank other than 0 that is interrupted leaves its room as it found it."""
+    store = dist.HashStore()
+    room = dist.PrefixStore(str(store.add("rooms", 1)), store)
+
+    class Stop(BaseException):
+        pass
+
+    def stop(_: float) -> None:
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distctx.rendezvous.time.sleep", stop)
+        with pytest.raises(Stop):
+            come(store, 1, 2)
+    assert room.add("arrived", 0) == 0
+    assert peek(room, "rank/1") is None
+
+
+def test_a_silent_listener_is_an_error_in_time() -> None:
+    """A program that listens and never answers is an error after the timeout, open to Ctrl-C."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        environment = LaunchEnvironment("torchrun", 1, 2, master_addr="127.0.0.1", master_port=port)
+        start = time.monotonic()
+        with pytest.raises(RendezvousError, match="does not answer as a torch store"):
+            stores.open_store(environment, None, timedelta(seconds=1))
+        assert time.monotonic() - start < 5
+
+
+def test_a_store_that_failed_is_not_kept() -> None:
+    """A store that is lost is opened again in the next life."""
+    environment = LaunchEnvironment("torchrun", 0, 2, master_addr="127.0.0.1", master_port=0)
+    first, _ = stores.open_store(environment, None, timedelta(seconds=5))
+    stores.discard(dist.PrefixStore("a", dist.PrefixStore("b", first)))
+    again, _ = stores.open_store(environment, None, timedelta(seconds=5))
+    assert again is not first
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/proc/nofile", "/"])
+def test_what_is_no_file_to_meet_in(path: str) -> None:
+    """A path that is no regular file, or cannot be made, is an error at once."""
+    environment = LaunchEnvironment("none", 0, 2)
+    with pytest.raises(RendezvousError, match="cannot meet in the file"):
+        stores.open_store(environment, f"file://{path}", timedelta(seconds=5))
+
+
+def test_another_file_at_the_same_path_is_another_store(tmp_path: Path) -> None:
+    """A file that was removed is not met in again, though its path is the same."""
+    environment, url = LaunchEnvironment("none", 0, 2), f"file://{tmp_path}/store"
+    first, _ = stores.open_store(environment, url, timedelta(seconds=5))
+    assert stores.open_store(environment, url, timedelta(seconds=5))[0] is first
+    (tmp_path / "store").rename(tmp_path / "kept")
+    assert stores.open_store(environment, url, timedelta(seconds=5))[0] is not first

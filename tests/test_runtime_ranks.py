@@ -23,6 +23,7 @@ BODIES = (
     "touched_for_different_things",
     "joined",
     "first",
+    "first_in_a_joined_group",
     "barrier_names_the_absent",
     "local_ranks_are_found",
     "a_rank_taken_twice",
@@ -126,7 +127,7 @@ def test_an_absent_rank_is_named(results, nproc):
         assert "rank 0 (" in told["text"]
         assert 0.9 < told["seconds"] < 4
     assert late["type"] == "RendezvousTimeoutError"
-    assert "too late" in late["text"]
+    assert "failed before this rank came" in late["text"]
     assert late["then"] == nproc * (nproc - 1) // 2
 
 
@@ -177,6 +178,14 @@ def test_main_first(results):
         assert told["waited"] > 1.4
         assert told["error"]["type"] == "RemoteRankError"
         assert "KeyError: 'no such file'" in told["error"]["text"]
+
+
+def test_main_first_in_a_joined_group(results):
+    """A group that is joined again has its turns counted on: the main rank goes first each time."""
+    main, *others = value_of(results, "first_in_a_joined_group")
+    assert max(main) < 0.4
+    for waited in others:
+        assert min(waited) > 0.4
 
 
 def test_a_barrier_names_the_absent(results, nproc):
