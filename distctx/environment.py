@@ -289,9 +289,9 @@ def _why_no_launch(environ: Environ) -> tuple[str, bool]:
             tasks != "1",
         )
     if given:
-        there = " and ".join(given)
+        there = " and ".join(given) + (" is" if len(given) == 1 else " are")
         return (
-            f"{there} is set, but neither RANK nor WORLD_SIZE: nothing says that there are more",
+            f"{there} set, but neither RANK nor WORLD_SIZE: nothing says that there are more",
             True,
         )
     return "no launcher has set RANK and WORLD_SIZE, and no MPI or SLURM step is there", False

@@ -16,7 +16,14 @@ import attrs
 
 from distctx.exceptions import LayoutError
 
-__all__ = ["DATA_PARALLEL_DIMS", "TENSOR_PARALLEL_DIM", "Dim", "MeshLayout", "Partition"]
+__all__ = [
+    "DATA_PARALLEL_DIMS",
+    "MODEL_PARALLEL_DIMS",
+    "TENSOR_PARALLEL_DIM",
+    "Dim",
+    "MeshLayout",
+    "Partition",
+]
 
 #: A dim of a mesh: its name, or its index (a negative one counts from the end).
 Dim = str | int
@@ -25,6 +32,9 @@ Dim = str | int
 #: parallelism.
 DATA_PARALLEL_DIMS = ("dp", "dp_replicate", "dp_shard")
 TENSOR_PARALLEL_DIM = "tp"
+
+#: The names along which ranks read the same data.
+MODEL_PARALLEL_DIMS = ("pp", "cp", "tp", "ep")
 
 
 class Partition(NamedTuple):
@@ -222,6 +232,8 @@ class MeshLayout:
                 f"{what}={dim!r} is not a dim of this mesh; its dims are "
                 f"{', '.join(self.dim_names)}."
             )
+        if isinstance(dim, (tuple, list)):
+            raise LayoutError(f"{what}={dim!r} is several dims; pass each of them as an argument.")
         index = as_int(dim, what)
         if not -self.ndim <= index < self.ndim:
             raise LayoutError(f"{what}={index} is out of range for a mesh with shape {self.shape}.")

@@ -9,6 +9,7 @@ import attrs
 from distctx.exceptions import LayoutError
 from distctx.layout import (
     DATA_PARALLEL_DIMS,
+    MODEL_PARALLEL_DIMS,
     TENSOR_PARALLEL_DIM,
     Dim,
     MeshLayout,
@@ -46,6 +47,16 @@ class Parallelism(NamedTuple):
                 "sharded_by_data_parallel=False where the data is not split."
             )
         return layout.dims(given, "dp_mesh_dim")
+
+    def unknown_names(self, layout: MeshLayout) -> tuple[str, ...]:
+        """The names that mean nothing here, where nothing says along which dims data is split.
+
+        Then the data is whole on every rank, which may not be meant.
+        """
+        if self.dp_mesh_dim is not None or self.dp_dims(layout) != ():
+            return ()
+        own = layout.dim_names if self.sharded_by_data_parallel else ()
+        return tuple(name for name in own if name not in MODEL_PARALLEL_DIMS)
 
     def tp_dim(self, layout: MeshLayout) -> int | None:
         """The dim of tensor parallelism, or None."""

@@ -226,6 +226,7 @@ class _Guest:
         """Every other rank's way: follow the newest room, arrive in it, wait for its verdict."""
         number, room, standing = 0, self._room(0), _OUTSIDE
         pauses = backoff()
+        report_at = self.start + _REPORT_AFTER
         while True:
             newest = self.lobby.add("rooms", 0)
             if newest != number:
@@ -241,6 +242,9 @@ class _Guest:
                 if standing == _OUTSIDE:
                     raise self._not_let_in(room)
                 return self._settle(room, GAVE_UP if standing == _INSIDE else TWICE, standing)
+            if (now := time.monotonic()) >= report_at:
+                self._log_wait("all ranks" if standing == _INSIDE else "rank 0")
+                report_at = now + (now - self.start)
             self._sleep(next(pauses))
 
     def withdraw(self) -> None:
@@ -393,6 +397,18 @@ class _Guest:
             f"nothing is known of the other ranks.{late} Check that rank 0 was started, is alive, "
             "and reaches this line of the program too; a longer wait is rendezvous_timeout=.",
             missing_ranks=(0,),
+        )
+
+    def _log_wait(self, for_whom: str) -> None:
+        """What a rank other than 0 can say. The main rank names the absent."""
+        log.info(
+            "rank %d waits %s for %s at %s (%.0f s of %.0f s)",
+            self.rank,
+            self.purpose,
+            for_whom,
+            self.place,
+            time.monotonic() - self.start,
+            self.timeout.total_seconds(),
         )
 
     def _log_progress(self, room: Store, arrived: int) -> None:

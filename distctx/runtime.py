@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import attrs
 
@@ -56,6 +56,21 @@ def _was_dropped(hold: Hold, who: str) -> None:
         stacklevel=2,
     )
     hold.abandon()
+
+
+def _listed(dims: tuple[Dim, ...]) -> str:
+    return ", ".join(map(repr, dims))
+
+
+def _forget_after_fork() -> None:
+    """A child must ask anew, and is then refused: groups are of no use without their threads."""
+    for ref in open_runtimes:
+        if (rt := ref()) is not None:
+            rt._submeshes.clear()
+            rt._groups.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 @attrs.define(eq=False, repr=False)
@@ -147,6 +162,15 @@ class DistributedRuntime(Settings):
         if there is None and environment.reason:
             level = logging.WARNING if environment.is_doubtful else logging.INFO
             log.log(level, "starting a world of 1: %s", environment.reason)
+        unknown = place.parallelism.unknown_names(place.layout)
+        if unknown and place.layout.world_size > 1:
+            log.warning(
+                "no dim of the mesh %s is known to split the data (%s mean nothing here), so "
+                "dp_partition is (1, 0) and every rank reads all of it; say dp_mesh_dim=, or "
+                "sharded_by_data_parallel=False if that is meant",
+                place.layout,
+                ", ".join(unknown),
+            )
         life = there or start.make(request, environment, place.layout)
         if outer is not None and outer._hold is not None and outer._hold.world is life:
             cache = outer._hold.cache
@@ -255,7 +279,7 @@ class DistributedRuntime(Settings):
         """
         found = self._submeshes.get(dims)
         if found is None:
-            cache = self._built(f"submesh{dims}")
+            cache = self._built(f"submesh({_listed(dims)})")
             found = self._submeshes[dims] = cache.submesh(self._in_order(dims))
         return found
 
@@ -270,7 +294,7 @@ class DistributedRuntime(Settings):
         """
         found = self._groups.get(dims)
         if found is None:
-            cache = self._built(f"group{dims}")
+            cache = self._built(f"group({_listed(dims)})")
             found = cache.group(self._in_order(dims)) if dims else self._life("group").group
             self._groups[dims] = found
         group: ProcessGroup = found
@@ -282,8 +306,8 @@ class DistributedRuntime(Settings):
         """Wait for every rank, for at most the group's timeout. Talks to every rank.
 
         Raises:
-            RuntimeError: torch's own, where a rank does not come in time; on gloo the main rank's
-                says which.
+            RendezvousTimeoutError: a rank did not come in time; on gloo the main rank's error names
+                it, in words and in ``missing_ranks``.
         """
         from distctx import sync
 
@@ -332,6 +356,14 @@ class DistributedRuntime(Settings):
 
         return f"DistributedRuntime({summary(self)})"
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if self._state is State.OPEN:
+            raise RuntimeStateError(
+                "An open runtime stays in its process and cannot be pickled. Pass what needs no "
+                "other rank, such as rt.dp_partition or rt.layout."
+            )
+        return object.__reduce_ex__(self, protocol)
+
     def __dir__(self) -> Iterator[str]:
         # Completion and variable panes read every name they find here, and reading `mesh` builds
         # it.
@@ -351,6 +383,11 @@ class DistributedRuntime(Settings):
             raise RuntimeStateError(
                 f"{what} needs an open runtime, and this one is {self._state.value}; ask inside "
                 "`with rt:`, or after rt.open()."
+            )
+        if not self._hold.is_here:
+            raise RuntimeStateError(
+                f"{what} is not to be had in a child of the process that opened the runtime. Pass "
+                "it what needs no other rank, such as rt.dp_partition or rt.layout."
             )
         return self._hold
 

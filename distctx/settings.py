@@ -65,6 +65,11 @@ class Settings:
             raise LaunchEnvironmentError(
                 "store= and init_method= both say where to meet; pass one of them."
             )
+        if self._backend is not None and not (isinstance(self._backend, str) and self._backend):
+            raise LaunchEnvironmentError(
+                f"backend must be a name such as 'gloo', got {self._backend!r}. backend and "
+                "init_method come first; pass mesh_shape= and mesh_dim_names= by name."
+            )
         self._request = Request(
             backend=None if self._backend is None else str(self._backend).lower(),
             rank=self._rank,

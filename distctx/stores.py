@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import queue
 import socket
@@ -40,6 +41,11 @@ __all__ = [
     "discard",
     "open_store",
 ]
+
+log = logging.getLogger("distctx")
+
+#: Seconds after which a wait for a store is logged; then each time twice as long.
+_REPORT_AFTER = 5.0
 
 _kept: dict[str, Store] = {}
 _of_parents: list[dict[str, Store]] = []
@@ -205,7 +211,18 @@ def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:
     start = time.monotonic()
     deadline = start + timeout.total_seconds()
     failure: OSError | None = None
+    report_at = start + _REPORT_AFTER
     for pause in backoff():
+        if (now := time.monotonic()) >= report_at:
+            log.warning(
+                "waiting for the store at %s:%d: %s (%.0f s of %.0f s)",
+                host,
+                port,
+                failure,
+                now - start,
+                timeout.total_seconds(),
+            )
+            report_at = now + (now - start)
         left = deadline - time.monotonic()
         if left <= 0:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -39,13 +40,23 @@ _turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def barrier(world: World) -> None:
     """Wait for every rank of the world, for at most the group's timeout."""
-    if world.backend == "gloo":
-        # torch's own barrier that says which rank did not come.
-        dist.monitored_barrier(timeout=world.timeout, wait_all_ranks=True)
-    elif world.device.type != "cpu" and world.device.index is not None and world.backend != "fake":
-        dist.barrier(device_ids=[world.device.index])
-    else:
-        dist.barrier()
+    world.require_alive()
+    try:
+        if world.backend == "gloo":
+            # torch's own barrier that says which rank did not come.
+            dist.monitored_barrier(timeout=world.timeout, wait_all_ranks=True)
+        elif world.device.index is not None and world.backend != "fake":
+            dist.barrier(device_ids=[world.device.index])
+        else:
+            dist.barrier()
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        named = re.search(r"Ranks ([0-9, ]+) failed to pass", text)
+        raise RendezvousTimeoutError(
+            f"Rank {world.rank} waited in barrier(), for at most "
+            f"{world.timeout.total_seconds():g} s: {text}",
+            missing_ranks=[int(rank) for rank in named[1].split(",")] if named else (),
+        ) from error
 
 
 @contextlib.contextmanager

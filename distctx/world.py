@@ -63,6 +63,14 @@ class World:
         """Whether this is still the default group: its owner may have destroyed it meanwhile."""
         return dist.is_initialized() and dist.group.WORLD is self.group
 
+    def require_alive(self) -> None:
+        """Refuse to go on where somebody destroyed the group."""
+        if not self.is_alive:
+            raise RuntimeStateError(
+                "The process group of this runtime was destroyed by somebody else; close the "
+                "runtime and open it again."
+            )
+
     @contextlib.contextmanager
     def meeting(self, purpose: str, wants: Mapping[str, Any], timeout: timedelta) -> Iterator[str]:
         """A block in which all ranks build the same; gives a word for it. Talks to every rank.
@@ -71,11 +79,7 @@ class World:
             RendezvousTimeoutError: some ranks did not come to it.
             RankDisagreementError: they came for different things.
         """
-        if not self.is_alive:
-            raise RuntimeStateError(
-                "The process group of this runtime was destroyed by somebody else; close the "
-                "runtime and open it again."
-            )
+        self.require_alive()
         if self.store is None or self.world_size == 1:
             yield secrets.token_hex(4)  # alike on all ranks only where there is one
             return
@@ -189,14 +193,19 @@ class Hold:
         """Whether the world ends when this is released."""
         return self.world.owned and self.world._holds == [self]
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that opened it, and not a child of it."""
+        return self._process == os.getpid()
+
     def release(self, *, abort: bool) -> None:
         """Let go; see ``World.release``. A child of the process that opened it only forgets it."""
-        if self._process == os.getpid():
+        if self.is_here:
             self.world.release(self, abort=abort)
 
     def abandon(self) -> None:
         """Let go without ending anything; see ``World.abandon``."""
-        if self._process == os.getpid():
+        if self.is_here:
             self.world.abandon(self)
 
 

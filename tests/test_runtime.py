@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 import time
 import warnings
@@ -797,3 +798,62 @@ def test_an_abort_is_bounded(monkeypatch):
     monkeypatch.setattr(_torch.c10d, "_abort_process_group", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         _torch.abort_world(5)
+
+
+def test_names_that_mean_nothing_are_warned_of(caplog):
+    """Names without a known data-parallel dim are warned of: every rank then reads all the data."""
+    for names, warns in ((("data", "tp"), True), (("pp", "tp"), False), (("dp", "x"), False)):
+        caplog.clear()
+        with DistributedRuntime(
+            "fake", rank=0, world_size=4, mesh_shape=(2, 2), mesh_dim_names=names
+        ):
+            pass
+        assert ("dp_mesh_dim=" in caplog.text) == warns
+
+
+def test_an_open_runtime_is_not_pickled():
+    """An open runtime refuses to be pickled and says what to pass; a closed one answers."""
+    with DistributedRuntime() as rt:
+        with pytest.raises(RuntimeStateError, match="Pass what needs no other rank"):
+            pickle.dumps(rt)
+        assert pickle.loads(pickle.dumps(rt.dp_partition)) == rt.dp_partition
+    assert pickle.loads(pickle.dumps(rt)).coordinate == rt.coordinate
+
+
+def test_a_child_may_ask_what_needs_no_other_rank():
+    """A forked child has the layout's answers, and is refused what would talk to other ranks."""
+    text = (
+        "import os\n"
+        "from distctx import DistributedRuntime, RuntimeStateError\n"
+        "rt = DistributedRuntime().open()\n"
+        "rt.mesh, rt.group('dp')\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    refused = 0\n"
+        "    for ask in (lambda: rt.mesh, lambda: rt.group('dp'), rt.barrier, rt.main_first):\n"
+        "        try:\n"
+        "            ask()\n"
+        "        except RuntimeStateError as error:\n"
+        "            refused += 'child of the process' in str(error)\n"
+        "    os._exit(refused + rt.dp_partition.num_partitions)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "rt.close()\n"
+    )
+    assert script(text, "-W", "ignore::DeprecationWarning")[0] == "5\n"
+
+
+def test_a_barrier_without_a_group_says_so():
+    """A barrier after somebody destroyed the group is an error of distctx that says so."""
+    hook = sys.excepthook
+    with DistributedRuntime() as rt:
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeStateError, match="destroyed by somebody else"):
+            rt.barrier()
+    assert sys.excepthook is hook
+
+
+def test_a_shape_in_the_place_of_the_backend_is_refused():
+    """A mesh shape passed first, where the backend belongs, is refused at once."""
+    with pytest.raises(
+        LaunchEnvironmentError, match="pass mesh_shape= and mesh_dim_names= by name"
+    ):
+        DistributedRuntime((-1, 2), ("dp", "tp"))

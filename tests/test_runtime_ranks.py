@@ -192,6 +192,7 @@ def test_a_barrier_names_the_absent(results, nproc):
     """On gloo, the main rank's error at a barrier names the rank that did not come."""
     main = value_of(results, "barrier_names_the_absent")[0]
     assert f"Ranks {nproc - 1} failed to pass monitoredBarrier" in main["text"]
+    assert (main["type"], main["missing"]) == ("RendezvousTimeoutError", [nproc - 1])
 
 
 def test_local_ranks_are_found_out(results, nproc):
