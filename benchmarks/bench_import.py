@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
-from benchmarks.common import Ratio, report
+from benchmarks.common import Ratio, pairs, report
 
 _TIMED = """
 import time
@@ -25,6 +26,13 @@ def timed(first: str, second: str) -> tuple[float, float]:
     return a, b
 
 
+def process(*arguments: str) -> float:
+    """Seconds of a whole process."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
 def main(number: int = 11) -> list[Ratio]:
     """Each pair is one fresh interpreter, so both sides meet the same machine."""
     for module in ("import distctx", "import distctx.layout, distctx.environment"):
@@ -36,6 +44,10 @@ def main(number: int = 11) -> list[Ratio]:
         package, torch = timed("import distctx", "import torch")
         alone.append((package, torch))
         layout.append((timed("from distctx import MeshLayout", "pass")[0], torch))
+    command = ("-m", "distctx", "layout", "--mesh", "dp=-1,tp=8", "--world-size", "1048576")
+    ours, theirs = pairs(lambda: process(*command), lambda: process("-c", "import torch"), number)
+    question = "layout of 2^20 ranks / import torch, whole processes"
+    whole = Ratio(question, ours, theirs, "ours < 0.5 s")
     return [
         Ratio(question, *zip(*measured[1:], strict=True), must)
         for question, measured, must in (
@@ -43,7 +55,7 @@ def main(number: int = 11) -> list[Ratio]:
             ("import distctx / import torch", alone, ""),
             ("from distctx import MeshLayout / import torch", layout, ""),
         )
-    ]
+    ] + [whole]
 
 
 if __name__ == "__main__":
