@@ -77,8 +77,8 @@ def machine() -> str:
         pass
     load = os.getloadavg()[0]
     return (
-        f"{os.cpu_count()} × {model}, load {load:.1f}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, {sys.platform}"
+        f"{os.cpu_count()} × {model}, load {load:.1f}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {sys.platform}"
     )
 
 

@@ -35,7 +35,7 @@ def mesh_argument(text: str) -> Mesh:
         if not (equals and name.strip() and size.strip().lstrip("-").isdigit()):
             raise argparse.ArgumentTypeError(
                 f"{part!r} in {text!r} is not NAME=SIZE; wanted the like of dp=2,tp=4, one size "
-                f"may be -1"
+                "may be -1"
             )
         names.append(name.strip())
         shape.append(int(size))
@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m distctx",
         description="Open and check a distributed world, draw a mesh layout, show the launch.",
         epilog="Exit status: 0 all is well; 1 something failed, or a check gave a wrong result; "
-        "2 the arguments, the mesh or the environment are not right; 3 the ranks did not meet; "
-        "130 interrupted.",
+        "2 the arguments, the mesh or the environment are not right; 3 the ranks did not meet; 130 "
+        "interrupted.",
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -80,8 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="open a world, exercise group, mesh and collectives, print who sits where",
         description="Open a world and exercise it: the group, the mesh, a collective along every "
         "mesh dim whose result is checked. Under torchrun, srun or mpirun it uses that world and "
-        "the "
-        "main rank prints; alone it is a world of 1.",
+        "the main rank prints; alone it is a world of 1.",
     )
     check.add_argument(
         "--nproc", type=positive, help="start this many ranks here, with torch's elastic launcher"

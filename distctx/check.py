@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_fake(args: argparse.Namespace) -> None:
     if args.backend == "fake":
         raise LaunchEnvironmentError(
-            "check communicates for real, and the backend 'fake' computes nothing; "
-            "`python -m distctx layout` draws a layout without processes."
+            "check communicates for real, and the backend 'fake' computes nothing; `python -m "
+            "distctx layout` draws a layout without processes."
         )
 
 

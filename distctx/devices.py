@@ -49,8 +49,7 @@ def _backend_map(backend: str) -> dict[str, str]:
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise LaunchEnvironmentError(
             f"backend={backend!r} is not understood; wanted a name such as 'gloo', or a map such "
-            f"as "
-            "'cpu:gloo,cuda:nccl'."
+            "as 'cpu:gloo,cuda:nccl'."
         )
     return dict(pairs)
 
@@ -142,9 +141,8 @@ def choose_device(
         index = asked.index
     if index is None or not 0 <= index < count:
         raise LaunchEnvironmentError(
-            f"This is local rank {local_rank}, but torch sees {count} {bare.type} "
-            f"devices here (0 to {count - 1}); start at most {count} processes on a host, or pass "
-            "device=."
+            f"This is local rank {local_rank}, but torch sees {count} {bare.type} devices here (0 "
+            f"to {count - 1}); start at most {count} processes on a host, or pass device=."
         )
     return torch.device(bare.type, index)
 

@@ -163,7 +163,7 @@ def _arguments(rank: Any, world_size: Any, init_method: str | None) -> dict[str,
     if init_method is not None:
         if not isinstance(init_method, str) or "://" not in init_method:
             raise LaunchEnvironmentError(
-                f"init_method must be a URL such as 'tcp://host:port', 'file:///path' or 'env://', "
+                "init_method must be a URL such as 'tcp://host:port', 'file:///path' or 'env://', "
                 f"got {init_method!r}."
             )
         query = parse_qs(urlsplit(init_method).query, keep_blank_values=True)

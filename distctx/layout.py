@@ -120,7 +120,7 @@ def _as_names(given: Any) -> tuple[str, ...]:
         if names.count(name) > 1:
             raise LayoutError(
                 f"mesh_dim_names={names!r} holds {name!r} {names.count(name)} times; names must "
-                f"differ."
+                "differ."
             )
     return names
 
@@ -161,8 +161,7 @@ class MeshLayout:
         if len(names) != len(sizes):
             raise LayoutError(
                 f"mesh_dim_names={names} has {len(names)} names, but mesh_shape={sizes} has "
-                f"{len(sizes)} dims; "
-                "pass one name for each dim."
+                f"{len(sizes)} dims; pass one name for each dim."
             )
         self.__attrs_init__(sizes, names)
 
@@ -209,8 +208,7 @@ class MeshLayout:
             choices = _divisors(world_size)
             raise LayoutError(
                 f"mesh_shape={self.shape} needs a world size that {known} divides, but "
-                f"world_size={world_size}; "
-                f"the sizes beside -1 must multiply to one of: {choices}."
+                f"world_size={world_size}; the sizes beside -1 must multiply to one of: {choices}."
             )
         shape = tuple(world_size // known if size == -1 else size for size in self.shape)
         return MeshLayout(shape, self.dim_names)

@@ -114,8 +114,8 @@ def build_device_mesh(
     """
     if not DTENSOR_AVAILABLE:
         raise DistctxError(
-            "torch.distributed.device_mesh is not available in this build of torch; "
-            "install torch 2.3 or newer, built with distributed."
+            "torch.distributed.device_mesh is not available in this build of torch; install torch "
+            "2.3 or newer, built with distributed."
         )
     if not dist.is_initialized():
         raise RuntimeStateError(_NOT_INITIALIZED)
@@ -159,16 +159,16 @@ def resolve_data_parallel_partition(
     if dp_mesh_dim is None:
         if len(shape) != 1:
             raise LayoutError(
-                f"dp_mesh_dim must be specified for a mesh with {len(shape)} dimensions, "
-                f"shape {shape}: pass the dim along which the data is split, or a tuple of dims."
+                f"dp_mesh_dim must be specified for a mesh with {len(shape)} dimensions, shape "
+                f"{shape}: pass the dim along which the data is split, or a tuple of dims."
             )
         dp_mesh_dim = 0
     dims = _dims(device_mesh, dp_mesh_dim, "dp_mesh_dim", shape)
     coordinate = device_mesh.get_coordinate()
     if coordinate is None:
         raise LayoutError(
-            "Current rank does not belong to the supplied DeviceMesh; ask only on the ranks "
-            f"that are in it (its shape is {shape})."
+            "Current rank does not belong to the supplied DeviceMesh; ask only on the ranks that "
+            f"are in it (its shape is {shape})."
         )
     index = 0
     for dim in dims:
@@ -249,8 +249,7 @@ def _resolve_dp_group_from_mesh(
     if not names or list(dims) != sorted(dims):
         raise LayoutError(
             f"dp_mesh_dim={dp_mesh_dim!r} must name its dims in the order of the mesh, and the "
-            f"mesh "
-            f"must have mesh_dim_names (its are {names}), for one group to span them."
+            f"mesh must have mesh_dim_names (its are {names}), for one group to span them."
         )
     spanning: ProcessGroup = flattened_group(device_mesh, tuple(names[dim] for dim in dims))
     return spanning

@@ -111,9 +111,9 @@ class Place:
         """The error for asking which share is mine where nobody said how the data is split."""
         names = self.layout.dim_names
         return LayoutError(
-            f"Nothing says which dims of the mesh "
-            f"{dict(zip(names, self.layout.shape, strict=True))} "
-            "split the data: pass dp_mesh_dim= (an index, a name, or a tuple of them), or "
-            "mesh_dim_names= with 'dp', or 'dp_replicate' and 'dp_shard', among them; or "
-            "sharded_by_data_parallel=False where every rank reads all of it."
+            "Nothing says which dims of the mesh "
+            f"{dict(zip(names, self.layout.shape, strict=True))} split the data: pass dp_mesh_dim= "
+            "(an index, a name, or a tuple of them), or mesh_dim_names= with 'dp', or "
+            "'dp_replicate' and 'dp_shard', among them; or sharded_by_data_parallel=False where "
+            "every rank reads all of it."
         )

@@ -25,9 +25,17 @@ import attrs
 
 from distctx.exceptions import DistctxError, RendezvousError, RendezvousTimeoutError
 from distctx.reports import DISAGREE, GAVE_UP, SHOWN, TWICE, failure, list_ranks, name_of
-from distctx.stores import PrefixStore, Store, backoff, discard
+from distctx.stores import (
+    PrefixStore,
+    Store,
+    await_key,
+    backoff,
+    discard,
+    peek,
+    wait_for_count,
+)
 
-__all__ = ["Meeting", "meet", "peek", "wait_for_count"]
+__all__ = ["Meeting", "meet"]
 
 log = logging.getLogger("distctx")
 
@@ -85,40 +93,6 @@ class Meeting(NamedTuple):
                 else "Mostly another rank has ended or hangs since they met; look there."
             )
         )
-
-
-def wait_for_count(store: Store, key: str, number: int, end: float) -> bool:
-    """Whether a counter reaches ``number``, for which it waits until ``end``; False if it does not.
-
-    A store that has gone counts as reached: there is nobody left to wait for.
-    """
-    pauses = backoff(longest=0.1)
-    with suppress(RuntimeError):
-        while store.add(key, 0) < number:
-            if time.monotonic() > end:
-                return False
-            time.sleep(next(pauses))
-    return True
-
-
-def peek(store: Store, key: str) -> str | None:
-    """The value under ``key``, or None, in one request and without waiting.
-
-    ``get`` waits for a key that is not there; ``compare_set`` answers with the value, or with what
-    it was told to expect where there is none (and then sets nothing).
-    """
-    value = store.compare_set(key, "?", "?").decode()
-    return None if value == "?" else value
-
-
-def _await(store: Store, key: str, bound: float) -> str | None:
-    """The value under ``key``, waited for at most ``bound`` seconds; None where none came."""
-    end = time.monotonic() + bound
-    for pause in backoff(longest=0.1):
-        if (value := peek(store, key)) is not None or time.monotonic() > end:
-            return value
-        time.sleep(pause)
-    return None
 
 
 def meet(
@@ -361,7 +335,7 @@ class _Guest:
     def _read_report(self, room: Store) -> dict[str, Any]:
         """Why the room failed; empty where the one who settled it did not live to say. Rank 0, who
         may serve the store, stays until all have read it."""
-        text = _await(room, "report", _LINGER)
+        text = await_key(room, "report", _LINGER)
         room.add("read", 1)
         if self.rank == 0:
             wait_for_count(room, "read", room.add("arrived", 0), time.monotonic() + _LINGER)
@@ -375,12 +349,12 @@ class _Guest:
         return self._rank_is_taken(room)
 
     def _rank_is_taken(self, room: Store) -> RendezvousError:
-        other = _await(room, f"rank/{self.rank}", _GRACE)  # it may be just about to arrive
+        other = await_key(room, f"rank/{self.rank}", _GRACE)  # it may be just about to arrive
         who = name_of(json.loads(other)) if other else "another process"
         return RendezvousError(
-            f"Two processes claim rank {self.rank} of {self.world_size} at {self.place}: "
-            f"{who} and {name_of(json.loads(self.card))}. Give each process its own rank, and end "
-            "what is left of an earlier run."
+            f"Two processes claim rank {self.rank} of {self.world_size} at {self.place}: {who} and "
+            f"{name_of(json.loads(self.card))}. Give each process its own rank, and end what is "
+            "left of an earlier run."
         )
 
     def _not_let_in(self, room: Store) -> DistctxError:

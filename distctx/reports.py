@@ -46,15 +46,14 @@ def failure(
     missing = report["missing"]
     if not missing:
         return RendezvousTimeoutError(
-            f"Not one of the {world_size} ranks is absent from the meeting "
-            f"{purpose} at {place}, but they were not let go within "
-            f"{report['seconds']:g} s. {came} Is rank 0 alive?"
+            f"Not one of the {world_size} ranks is absent from the meeting {purpose} at {place}, "
+            f"but they were not let go within {report['seconds']:g} s. {came} Is rank 0 alive?"
         )
     return RendezvousTimeoutError(
-        f"{len(missing)} of {world_size} ranks did not come {purpose} within "
-        f"{report['seconds']:g} s at {place}: {list_ranks(missing)} absent. {came} Check that "
-        f"the absent were started and are alive, and reach this line of the program too; a "
-        "longer wait is rendezvous_timeout=.",
+        f"{len(missing)} of {world_size} ranks did not come {purpose} within {report['seconds']:g} "
+        f"s at {place}: {list_ranks(missing)} absent. {came} Check that the absent were started "
+        "and are alive, and reach this line of the program too; a longer wait is "
+        "rendezvous_timeout=.",
         missing_ranks=missing,
     )
 

@@ -120,7 +120,8 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
         )
         made.undo = undo.pop_all()
     if meeting is not None:
-        store.set_timeout(timeout)
+        if request.store is None:
+            store.set_timeout(timeout)
         meeting.report_built()
         made.to_be_read.append((meeting.store, "built", environment.world_size))
     return made

@@ -37,9 +37,12 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "await_key",
     "backoff",
     "discard",
     "open_store",
+    "peek",
+    "wait_for_count",
 ]
 
 log = logging.getLogger("distctx")
@@ -243,10 +246,10 @@ def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:
             ) from error
     who = "The launcher's store" if served else "Rank 0"
     raise RendezvousTimeoutError(
-        f"{who} does not answer at {host}:{port} within {timeout.total_seconds():g} s "
-        f"({failure}). Without it nothing is known of the other ranks. Check that rank 0 was "
-        "started and is alive, that every rank has the same address and port, that the name "
-        "resolves here, and that no firewall stands between.",
+        f"{who} does not answer at {host}:{port} within {timeout.total_seconds():g} s ({failure}). "
+        "Without it nothing is known of the other ranks. Check that rank 0 was started and is "
+        "alive, that every rank has the same address and port, that the name resolves here, and "
+        "that no firewall stands between.",
         missing_ranks=() if served else (0,),
     ) from failure
 
@@ -260,3 +263,37 @@ def backoff(shortest: float = 0.0002, longest: float = 1.0) -> Iterator[float]:
     start = time.monotonic()
     while True:
         yield min(max((time.monotonic() - start) / 4, shortest), longest)
+
+
+def peek(store: Store, key: str) -> str | None:
+    """The value under ``key``, or None, in one request and without waiting.
+
+    ``get`` waits for a key that is not there; ``compare_set`` answers with the value, or with what
+    it was told to expect where there is none (and then sets nothing).
+    """
+    value = store.compare_set(key, "?", "?").decode()
+    return None if value == "?" else value
+
+
+def await_key(store: Store, key: str, bound: float) -> str | None:
+    """The value under ``key``, waited for at most ``bound`` seconds; None where none came."""
+    end = time.monotonic() + bound
+    for pause in backoff(longest=0.1):
+        if (value := peek(store, key)) is not None or time.monotonic() > end:
+            return value
+        time.sleep(pause)
+    return None
+
+
+def wait_for_count(store: Store, key: str, number: int, end: float) -> bool:
+    """Whether a counter reaches ``number``, for which it waits until ``end``; False if it does not.
+
+    A store that has gone counts as reached: there is nobody left to wait for.
+    """
+    pauses = backoff(longest=0.1)
+    with contextlib.suppress(RuntimeError):
+        while store.add(key, 0) < number:
+            if time.monotonic() > end:
+                return False
+            time.sleep(next(pauses))
+    return True

@@ -21,8 +21,7 @@ from distctx.exceptions import (
     RendezvousTimeoutError,
     RuntimeStateError,
 )
-from distctx.rendezvous import peek, wait_for_count
-from distctx.stores import PrefixStore, Store, backoff
+from distctx.stores import PrefixStore, Store, backoff, peek, wait_for_count
 
 if TYPE_CHECKING:
     from distctx.world import World
@@ -53,8 +52,8 @@ def barrier(world: World) -> None:
         text = str(error).splitlines()[0]
         named = re.search(r"Ranks ([0-9, ]+) failed to pass", text)
         raise RendezvousTimeoutError(
-            f"Rank {world.rank} waited in barrier(), for at most "
-            f"{world.timeout.total_seconds():g} s: {text}",
+            f"Rank {world.rank} waited in barrier(), for at most {world.timeout.total_seconds():g} "
+            f"s: {text}",
             missing_ranks=[int(rank) for rank in named[1].split(",")] if named else (),
         ) from error
 

@@ -21,9 +21,9 @@ from distctx.environment import LaunchEnvironment
 from distctx.exceptions import DistctxError, RuntimeStateError
 from distctx.layout import MeshLayout
 from distctx.mesh_cache import MeshCache
-from distctx.rendezvous import meet, wait_for_count
+from distctx.rendezvous import meet
 from distctx.request import Request
-from distctx.stores import PrefixStore, Store
+from distctx.stores import PrefixStore, Store, wait_for_count
 
 __all__ = ["Hold", "World", "current"]
 

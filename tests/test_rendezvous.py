@@ -23,7 +23,8 @@ from distctx import (
     RendezvousTimeoutError,
     stores,
 )
-from distctx.rendezvous import Meeting, meet, peek, wait_for_count
+from distctx.rendezvous import Meeting, meet
+from distctx.stores import peek, wait_for_count
 
 
 class Counting:
