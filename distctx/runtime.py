@@ -64,6 +64,8 @@ def _listed(dims: tuple[Dim, ...]) -> str:
 
 def _forget_after_fork() -> None:
     """A child must ask anew, and is then refused: groups are of no use without their threads."""
+    global _opening
+    _opening = threading.RLock()  # another thread of the parent may hold it
     for ref in open_runtimes:
         if (rt := ref()) is not None:
             rt._submeshes.clear()
