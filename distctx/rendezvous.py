@@ -15,11 +15,12 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
@@ -32,6 +33,7 @@ from distctx.stores import (
     backoff,
     discard,
     peek,
+    run_bounded,
     wait_for_count,
 )
 
@@ -39,10 +41,14 @@ __all__ = ["Meeting", "meet"]
 
 log = logging.getLogger("distctx")
 
+T = TypeVar("T")
+
 #: Seconds after which the main rank says for whom it waits; then each time twice as long.
 _REPORT_AFTER = 5.0
 #: Seconds given to the rest to arrive once some are known to disagree, so that all are told.
 _GRACE = 1.0
+#: Seconds beyond its timeout that a meeting may take: to answer, and to tell why it failed.
+_ANSWER = 6.0
 #: Seconds that a rank stays until the others have read why a room failed.
 _LINGER = 2.0
 #: How far beyond its own world, as a factor, a rank looks for those that believe in a larger one.
@@ -71,28 +77,32 @@ class Meeting(NamedTuple):
 
     def report_built(self) -> None:
         """This rank has built what the ranks met for."""
-        with suppress(RuntimeError):  # the store has gone, and with it those who would ask
-            self.store.add("built", 1)
+        self._if_it_answers(lambda: self.store.add("built", 1))
 
     def report_failure(self, rank: int, error: BaseException) -> None:
         """This rank could not build it. The others will know, when they fail for want of it."""
-        with suppress(RuntimeError):
-            text = f"rank {rank}: {type(error).__name__}: {error}"[:1000]
-            self.store.compare_set("failed", "", text)
+        text = f"rank {rank}: {type(error).__name__}: {error}"[:1000]
+        self._if_it_answers(lambda: self.store.compare_set("failed", "", text))
 
     def not_built(self, what: str, error: Exception) -> RendezvousError:
         """The error for ranks that met and then could not build ``what`` with each other."""
-        first = None
-        with suppress(RuntimeError):
-            first = peek(self.store, "failed")
+        first = self._if_it_answers(lambda: peek(self.store, "failed"))
+        why = (
+            f"The first to fail was {first}"
+            if first
+            else "Mostly another rank has ended or hangs since they met; look there."
+        )
         return RendezvousError(
             f"All ranks met, but then {what} could not be made here: {str(error).splitlines()[0]} "
-            + (
-                f"The first to fail was {first}"
-                if first
-                else "Mostly another rank has ended or hangs since they met; look there."
-            )
+            f"{why}"
         )
+
+    def _if_it_answers(self, request: Callable[[], T]) -> T | None:
+        """What a request gives; None where the store has gone, or does not answer: then the words
+        would reach nobody."""
+        with suppress(RuntimeError, TimeoutError):
+            return run_bounded(request, _LINGER)
+        return None
 
 
 def meet(
@@ -125,10 +135,18 @@ def meet(
     """
     wants = {"world_size": world_size, **wants}
     guest = _Guest(store, rank, world_size, wants, timeout, place, purpose, need_local)
+    bound = timeout.total_seconds() + _ANSWER
     try:
-        return guest.open_room() if rank == 0 else guest.find_room()
+        return run_bounded(guest.meet, bound, guest.cancelled.set)
     except DistctxError:
         raise
+    except TimeoutError as error:
+        discard(store)
+        raise RendezvousError(
+            f"Rank {rank} got no answer from the store at {place} within {bound:g} s while the "
+            f"ranks met {purpose}. The process that serves it, mostly rank 0 or the launcher, is "
+            "stopped, or the network to it is down."
+        ) from error
     except RuntimeError as error:
         discard(store)
         raise RendezvousError(
@@ -136,9 +154,6 @@ def meet(
             f"{str(error).splitlines()[0]}. The process that serves it, mostly rank 0 or the "
             "launcher, has ended; look there for the first error."
         ) from error
-    except BaseException:
-        guest.withdraw()
-        raise
 
 
 @attrs.define(eq=False, repr=False)
@@ -155,6 +170,7 @@ class _Guest:
     need_local: bool
 
     start: float = attrs.field(init=False, factory=time.monotonic)
+    cancelled: threading.Event = attrs.field(init=False, factory=threading.Event)
     arrival: ExitStack = attrs.field(init=False, factory=ExitStack)
     card: str = attrs.field(init=False)
     want_key: str = attrs.field(init=False)
@@ -164,6 +180,16 @@ class _Guest:
         self.want_key = f"want/{digest[:16]}"
         card = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.card = json.dumps(card | {"wants": self.wants, "id": secrets.token_hex(8)})
+
+    def meet(self) -> Meeting:
+        """The whole way. An interrupted wait, as by Ctrl-C at a prompt, takes the arrival back."""
+        try:
+            return self.open_room() if self.rank == 0 else self.find_room()
+        except Exception:
+            raise
+        except BaseException:
+            self.arrival.close()
+            raise
 
     def open_room(self) -> Meeting:
         """Rank 0's way: open a room, wait until all are in it, settle it."""
@@ -221,10 +247,6 @@ class _Guest:
                 report_at = now + (now - self.start)
             self._sleep(next(pauses))
 
-    def withdraw(self) -> None:
-        """An interrupted wait, as by Ctrl-C at a prompt: as if this rank had not arrived."""
-        self.arrival.close()
-
     def _leave(self, room: Store, standing: str) -> str | None:
         """Leave a room for a newer one, so that it can never be let go without this rank.
 
@@ -243,6 +265,8 @@ class _Guest:
         return self.start + self.timeout.total_seconds() - time.monotonic()
 
     def _sleep(self, pause: float) -> None:
+        if self.cancelled.is_set():
+            raise KeyboardInterrupt
         time.sleep(max(0.0, min(pause, self._left())))
 
     def _arrive(self, room: Store) -> bool:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from torch.distributed.rendezvous import rendezvous
@@ -42,10 +42,13 @@ __all__ = [
     "discard",
     "open_store",
     "peek",
+    "run_bounded",
     "wait_for_count",
 ]
 
 log = logging.getLogger("distctx")
+
+T = TypeVar("T")
 
 #: Seconds after which a wait for a store is logged; then each time twice as long.
 _REPORT_AFTER = 5.0
@@ -159,7 +162,7 @@ def _serve(host: str, port: int, timeout: timedelta) -> Store:
         )
 
     try:
-        return _bounded(serve, timeout.total_seconds())
+        return run_bounded(serve, timeout.total_seconds())
     except (RuntimeError, OSError) as error:
         if "in use" in str(error).lower() or getattr(error, "errno", 0) == errno.EADDRINUSE:
             why = (
@@ -172,32 +175,6 @@ def _serve(host: str, port: int, timeout: timedelta) -> Store:
                 "the same on every rank?"
             )
         raise RendezvousError(f"Rank 0 cannot serve the store at {host}:{port}: {why}") from error
-
-
-def _bounded(call: Callable[[], Store], seconds: float) -> Store:
-    """What ``call`` returns; TimeoutError after ``seconds``, and open to Ctrl-C meanwhile.
-
-    torch's constructors can wait for several times their timeout, deaf to signals. The thread of
-    one that is given up is left behind: nothing can end it.
-    """
-    results: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put(call())
-        except Exception as error:
-            results.put(error)
-
-    threading.Thread(target=run, name="distctx-open-store", daemon=True).start()
-    end = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(queue.Empty):
-            result = results.get(timeout=0.1)
-            if isinstance(result, Exception):
-                raise result
-            return result
-        if time.monotonic() > end:
-            raise TimeoutError(f"no answer within {seconds:g} s")
 
 
 def _listen_on_loopback(host: str, port: int) -> int | None:
@@ -238,7 +215,7 @@ def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:
         try:
             left = max(left, 1.0)
             client = functools.partial(_client, host, port, timedelta(seconds=left))
-            return _bounded(client, left)
+            return run_bounded(client, left)
         except (RuntimeError, TimeoutError) as error:
             raise RendezvousError(
                 f"Something listens at {host}:{port}, but it does not answer as a torch store: "
@@ -297,3 +274,43 @@ def wait_for_count(store: Store, key: str, number: int, end: float) -> bool:
                 return False
             time.sleep(next(pauses))
     return True
+
+
+def run_bounded(
+    call: Callable[[], T], seconds: float, cancel: Callable[[], None] | None = None
+) -> T:
+    """What ``call`` returns or raises; TimeoutError where it is not through after ``seconds``.
+
+    A request to a store whose server is stopped, or unreachable, waits for ever inside torch, and
+    deaf to signals; so do torch's constructors for several times their timeout. So ``call`` runs in
+    a thread, and this one waits for it, open to Ctrl-C. A thread that is given up is left behind:
+    nothing can end it.
+
+    Args:
+        cancel: called where the wait is interrupted; ``call`` then has a second to come to an end.
+    """
+    results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((call(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    thread = threading.Thread(target=run, name="distctx-store", daemon=True)
+    thread.start()
+    end = time.monotonic() + seconds
+    try:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                value, error = results.get(timeout=0.1)
+                if error is not None:
+                    raise error
+                return cast("T", value)
+            if time.monotonic() > end:
+                raise TimeoutError(f"no answer within {seconds:g} s")
+    except BaseException:
+        if thread.is_alive() and cancel is not None:
+            cancel()
+            thread.join(1.0)
+        raise

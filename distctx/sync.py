@@ -21,7 +21,7 @@ from distctx.exceptions import (
     RendezvousTimeoutError,
     RuntimeStateError,
 )
-from distctx.stores import PrefixStore, Store, backoff, peek, wait_for_count
+from distctx.stores import PrefixStore, Store, backoff, peek, run_bounded, wait_for_count
 
 if TYPE_CHECKING:
     from distctx.world import World
@@ -123,11 +123,13 @@ def _leading(turn: Store, world: World, followers: int) -> Iterator[None]:
 
 
 def _follow(turn: Store, world: World) -> None:
+    """Wait for the one who goes first, in slices that each need an answer from the store."""
     beats, heard = 0, time.monotonic()
     bound = world.timeout.total_seconds()
     try:
         for pause in backoff(longest=0.25):
-            if (end := peek(turn, "end")) is not None:
+            end, now_at = run_bounded(lambda: (peek(turn, "end"), turn.add("beat", 0)), bound)
+            if end is not None:
                 turn.add("read", 1)
                 rank, _, text = end.partition("\n")
                 if text:
@@ -136,15 +138,16 @@ def _follow(turn: Store, world: World) -> None:
                         rank=int(rank),
                     )
                 return
-            if (now_at := turn.add("beat", 0)) != beats:
+            if now_at != beats:
                 beats, heard = now_at, time.monotonic()
             if time.monotonic() - heard > bound:
-                raise RendezvousTimeoutError(
-                    f"Rank {world.rank} waited in main_first() for the rank that goes first, which "
-                    f"gave no sign of life for {bound:g} s; is it alive, and does it reach this "
-                    "line too?"
-                )
+                raise TimeoutError
             time.sleep(pause)
+    except TimeoutError as error:
+        raise RendezvousTimeoutError(
+            f"Rank {world.rank} waited in main_first() for the rank that goes first, which gave no "
+            f"sign of life for {bound:g} s; is it alive, and does it reach this line too?"
+        ) from error
     except DistctxError:
         raise
     except RuntimeError as error:

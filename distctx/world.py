@@ -23,7 +23,7 @@ from distctx.layout import MeshLayout
 from distctx.mesh_cache import MeshCache
 from distctx.rendezvous import meet
 from distctx.request import Request
-from distctx.stores import PrefixStore, Store, wait_for_count
+from distctx.stores import PrefixStore, Store, run_bounded, wait_for_count
 
 __all__ = ["Hold", "World", "current"]
 
@@ -151,10 +151,16 @@ class World:
         """Nothing goes that a peer still needs: a group it still connects to (it would be cut off:
         "connection closed by peer"), or a word it has not read. Both are long past but in the
         shortest lives, so this is one request each, and one bound for all."""
+        waits, self.to_be_read = self.to_be_read, []
         end = time.monotonic() + _OTHERS_BOUND
-        for store, key, number in self.to_be_read:
-            wait_for_count(store, key, number, end)
-        self.to_be_read.clear()
+
+        def wait() -> None:
+            for store, key, number in waits:
+                wait_for_count(store, key, number, end)
+
+        if waits:
+            with contextlib.suppress(TimeoutError):  # the store's server is stopped
+                run_bounded(wait, _OTHERS_BOUND)
 
 
 def _end(backend: str, abort: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import socket
 import threading
 import time
@@ -242,27 +243,22 @@ def test_an_interrupted_wait_takes_its_arrival_back() -> None:
 def test_requests_do_not_grow_with_the_world(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank's requests are a fixed number, and a fixed number for each pause while it waits."""
-    store, pauses = dist.HashStore(), Counter()
+    """Requests are a fixed number a rank, and a fixed number for each pause while one waits."""
+    store, pauses, requests = dist.HashStore(), [], []
 
     def prefixed(prefix: str, inner: Any) -> Counting:
         return Counting(dist.PrefixStore(prefix, inner.store), inner.requests)
 
     def pause(seconds: float) -> None:
-        pauses[threading.current_thread()] += 1
+        pauses.append(seconds)
         sleep(seconds)
 
     sleep = time.sleep
     monkeypatch.setattr("distctx.rendezvous.PrefixStore", prefixed)
     monkeypatch.setattr("distctx.rendezvous.time.sleep", pause)
-
-    def one(rank: int) -> tuple[int, int]:
-        counting = Counting(store, [])
-        come(counting, rank, world_size)
-        return len(counting.requests), pauses[threading.current_thread()]
-
-    for requests, waits in together(*(lambda r=r: one(r) for r in range(world_size))):
-        assert requests <= 10 + 7 * waits
+    counting = Counting(store, requests)
+    together(*(lambda r=r: come(counting, r, world_size) for r in range(world_size)))
+    assert len(requests) <= 10 * world_size + 7 * len(pauses)
 
 
 def test_nobody_listens_is_an_error_in_time() -> None:
@@ -413,3 +409,18 @@ def test_another_file_at_the_same_path_is_another_store(tmp_path: Path) -> None:
     assert stores.open_store(environment, url, timedelta(seconds=5))[0] is first
     (tmp_path / "store").rename(tmp_path / "kept")
     assert stores.open_store(environment, url, timedelta(seconds=5))[0] is not first
+
+
+def test_a_store_that_never_answers_is_an_error_in_time() -> None:
+    """A call that never comes back is given up in time, and Ctrl-C is heard meanwhile."""
+    start, heard = time.monotonic(), threading.Event()
+    with pytest.raises(TimeoutError):
+        stores.run_bounded(lambda: time.sleep(30), 0.3)
+    with pytest.raises(KeyError):
+        stores.run_bounded(lambda: {}["x"], 5)
+    assert stores.run_bounded(lambda: 7, 5) == 7
+    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        stores.run_bounded(lambda: time.sleep(5), 30, heard.set)
+    assert heard.is_set()
+    assert time.monotonic() - start < 5
