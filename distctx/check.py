@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import logging
@@ -11,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -102,13 +103,17 @@ def _run(args: argparse.Namespace) -> int:
     _refuse_fake(args)
     shape, names = args.mesh or (None, None)
     begin = time.perf_counter()
-    with DistributedRuntime(
-        args.backend,
-        mesh_shape=shape,
-        mesh_dim_names=names,
-        timeout=args.timeout,
-        rendezvous_timeout=args.timeout,
-    ) as rt:
+    report: dict[str, Any] | None = None
+    with (
+        _stdout_free_of_others(),
+        DistributedRuntime(
+            args.backend,
+            mesh_shape=shape,
+            mesh_dim_names=names,
+            timeout=args.timeout,
+            rendezvous_timeout=args.timeout,
+        ) as rt,
+    ):
         checks = [_timed("world: all ranks met, the group is there", lambda: None, begin)]
         checks.append(_timed("group: all_reduce over all ranks", lambda: _check_world(rt)))
         checks.append(_timed("mesh: built, and equal to the layout", lambda: _check_mesh(rt)))
@@ -119,9 +124,30 @@ def _run(args: argparse.Namespace) -> int:
         everyone = _gather(rt, {"who": _row(rt), "checks": checks})
         if rt.is_main_process:
             report = _report(rt, everyone, time.perf_counter() - begin)
-            print(json.dumps(report) if args.json else _picture(report), flush=True)
-            return 0 if report["ok"] else 1
-    return 0
+    if report is None:
+        return 0
+    print(json.dumps(report) if args.json else _picture(report), flush=True)
+    return 0 if report["ok"] else 1
+
+
+@contextlib.contextmanager
+def _stdout_free_of_others() -> Iterator[None]:
+    """Keep what libraries write on stdout off it: the report stands there alone, also as JSON.
+
+    gloo of torch 2.8 and 2.9 writes a line at every start, from C++.
+    """
+    try:
+        sys.stdout.flush()
+        stdout = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _timed(
