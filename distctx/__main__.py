@@ -168,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command in ("layout", "env"):
             status = show_layout(args) if args.command == "layout" else show_environment(args)
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()  # so that a full disk is an error here
             return status
         from distctx import check
 

@@ -136,12 +136,11 @@ def _stdout_free_of_others() -> Iterator[None]:
 
     gloo of torch 2.8 and 2.9 writes a line at every start, from C++.
     """
-    try:
-        sys.stdout.flush()
-        stdout = os.dup(1)
-    except OSError:  # there is none
+    if sys.stdout is None:
         yield
         return
+    sys.stdout.flush()
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,13 @@ HERE = Path(__file__).parent
 
 #: What a launcher may have set around the test run, and must not reach a test's own ranks.
 LAUNCH_VARIABLES = known_variables()
+
+
+#: What gloo of torch 2.8 and 2.9 writes on stdout at every start.
+GLOO_LINE = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
+    r"Expected number of connected peer ranks is : \d+\n?"
+)
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -41,7 +49,7 @@ def run(
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python COMMAND…`` to its end, in a clean environment."""
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *command],
         env=clean_environment(environ),
         cwd=cwd,
@@ -50,6 +58,8 @@ def run(
         timeout=timeout,
         check=False,
     )
+    done.stdout = GLOO_LINE.sub("", done.stdout)
+    return done
 
 
 def torchrun(*command: str, nproc: int) -> list[str]:

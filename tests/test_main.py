@@ -351,3 +351,13 @@ def test_the_reader_may_go_away() -> None:
 def test_a_size_is_a_product() -> None:
     """The size in the title is the product of the sizes."""
     assert f"{math.prod((3, 5, 7))} ranks" in display.draw(MeshLayout((3, 5, 7)))
+
+
+def test_without_stdout_nothing_is_printed() -> None:
+    """With stdout closed the commands do their work, and exit as they would."""
+    for command in ("check", "env", "layout --mesh dp=2"):
+        line = f"{sys.executable} -m distctx {command} >&-"
+        done = subprocess.run(
+            line, shell=True, env=clean_environment(), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

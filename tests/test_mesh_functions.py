@@ -271,6 +271,7 @@ class TestBuildDeviceMesh:
         mesh = build_device_mesh("cpu")
         assert (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == ("cpu", [0], None)
 
+    @pytest.mark.filterwarnings("ignore:It seems like you did not set")  # torch 2.8, 2.9
     def test_all_ranks_in_one_dim_by_default(self):
         """Without a shape the mesh holds all ranks in one dim, and its devices are CUDA's."""
         fake_world(3, 8)
