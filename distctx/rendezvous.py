@@ -17,14 +17,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import attrs
 
 from distctx.exceptions import DistctxError, RendezvousError, RendezvousTimeoutError
+from distctx.meeting import Meeting
 from distctx.reports import DISAGREE, GAVE_UP, SHOWN, TWICE, failure, list_ranks, name_of
 from distctx.stores import (
     PrefixStore,
@@ -37,11 +38,9 @@ from distctx.stores import (
     wait_for_count,
 )
 
-__all__ = ["Meeting", "meet"]
+__all__ = ["meet"]
 
 log = logging.getLogger("distctx")
-
-T = TypeVar("T")
 
 #: Seconds after which the main rank says for whom it waits; then each time twice as long.
 _REPORT_AFTER = 5.0
@@ -49,6 +48,8 @@ _REPORT_AFTER = 5.0
 _GRACE = 1.0
 #: Seconds beyond its timeout that a meeting may take: to answer, and to tell why it failed.
 _ANSWER = 6.0
+#: The pause, in seconds, from which on a wait looks at more than whether it is over.
+_CALM = 0.005
 #: Seconds that a rank stays until the others have read why a room failed.
 _LINGER = 2.0
 #: How far beyond its own world, as a factor, a rank looks for those that believe in a larger one.
@@ -59,50 +60,6 @@ _GO, _LEFT = "go", "left"
 
 #: How a rank stands to the newest room: not in it; in it; kept out, since its rank is taken there.
 _OUTSIDE, _INSIDE, _REFUSED = "outside", "inside", "refused"
-
-
-class Meeting(NamedTuple):
-    """What came of it: all ranks are there and want the same.
-
-    Attributes:
-        token: a word of this meeting alone, the same on every rank.
-        store: the room; each meeting's keys are apart from every other's.
-        local: this rank's place among the ranks of its host, and how many they are; None where
-            nobody asked.
-    """
-
-    token: str
-    store: Store
-    local: tuple[int, int] | None = None
-
-    def report_built(self) -> None:
-        """This rank has built what the ranks met for."""
-        self._if_it_answers(lambda: self.store.add("built", 1))
-
-    def report_failure(self, rank: int, error: BaseException) -> None:
-        """This rank could not build it. The others will know, when they fail for want of it."""
-        text = f"rank {rank}: {type(error).__name__}: {error}"[:1000]
-        self._if_it_answers(lambda: self.store.compare_set("failed", "", text))
-
-    def not_built(self, what: str, error: Exception) -> RendezvousError:
-        """The error for ranks that met and then could not build ``what`` with each other."""
-        first = self._if_it_answers(lambda: peek(self.store, "failed"))
-        why = (
-            f"The first to fail was {first}"
-            if first
-            else "Mostly another rank has ended or hangs since they met; look there."
-        )
-        return RendezvousError(
-            f"All ranks met, but then {what} could not be made here: {str(error).splitlines()[0]} "
-            f"{why}"
-        )
-
-    def _if_it_answers(self, request: Callable[[], T]) -> T | None:
-        """What a request gives; None where the store has gone, or does not answer: then the words
-        would reach nobody."""
-        with suppress(RuntimeError, TimeoutError):
-            return run_bounded(request, _LINGER)
-        return None
 
 
 def meet(
@@ -200,35 +157,39 @@ class _Guest:
         report_at = self.start + _REPORT_AFTER
         pauses = backoff()
         while True:
+            pause = next(pauses)
             if room.add(self.want_key, 0) >= self.world_size:
                 return self._settle(room, _GO)
             now = time.monotonic()
-            # In this order: a rank counts what it wants before it counts itself.
-            arrived = room.add("arrived", 0)
-            if arrived > room.add(self.want_key, 0) and self._cards_differ(room):
-                disagreed_at = disagreed_at or now
-                if arrived >= self.world_size or now > disagreed_at + _GRACE:
-                    return self._settle(room, DISAGREE)
-            if self.lobby.add("rooms", 0) != number:
-                raise self._superseded()
-            if peek(room, "twice"):
-                return self._settle(room, TWICE)
-            if verdict := peek(room, "verdict"):
-                return self._obey(room, verdict)
+            if pause >= _CALM or self._left() <= 0:
+                # In this order: a rank counts what it wants before it counts itself.
+                arrived = room.add("arrived", 0)
+                if arrived > room.add(self.want_key, 0) and self._cards_differ(room):
+                    disagreed_at = disagreed_at or now
+                    if arrived >= self.world_size or now > disagreed_at + _GRACE:
+                        return self._settle(room, DISAGREE)
+                if self.lobby.add("rooms", 0) != number:
+                    raise self._superseded()
+                if peek(room, "twice"):
+                    return self._settle(room, TWICE)
+                if verdict := peek(room, "verdict"):
+                    return self._obey(room, verdict)
+                if now >= report_at:
+                    self._log_progress(room, arrived)
+                    report_at = now + (now - self.start)
             if self._left() <= 0:
                 return self._settle(room, GAVE_UP)
-            if now >= report_at:
-                self._log_progress(room, arrived)
-                report_at = now + (now - self.start)
-            self._sleep(next(pauses))
+            self._sleep(pause)
 
     def find_room(self) -> Meeting:
         """Every other rank's way: follow the newest room, arrive in it, wait for its verdict."""
         number, room, standing = 0, self._room(0), _OUTSIDE
-        pauses = backoff()
         report_at = self.start + _REPORT_AFTER
+        pauses = backoff()
         while True:
-            newest = self.lobby.add("rooms", 0)
+            pause = next(pauses)
+            looks_around = standing == _OUTSIDE or pause >= _CALM or self._left() <= 0
+            newest = self.lobby.add("rooms", 0) if looks_around else number
             if newest != number:
                 if standing != _OUTSIDE and (verdict := self._leave(room, standing)):
                     return self._obey(room, verdict, standing)
@@ -245,7 +206,7 @@ class _Guest:
             if (now := time.monotonic()) >= report_at:
                 self._log_wait("all ranks" if standing == _INSIDE else "rank 0")
                 report_at = now + (now - self.start)
-            self._sleep(next(pauses))
+            self._sleep(pause)
 
     def _leave(self, room: Store, standing: str) -> str | None:
         """Leave a room for a newer one, so that it can never be let go without this rank.

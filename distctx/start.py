@@ -27,7 +27,8 @@ from distctx.devices import (
 from distctx.environment import LaunchEnvironment, is_env
 from distctx.exceptions import DistctxError, GroupConflictError, LaunchEnvironmentError
 from distctx.layout import MeshLayout
-from distctx.rendezvous import Meeting, meet
+from distctx.meeting import Meeting
+from distctx.rendezvous import meet
 from distctx.request import Request
 from distctx.stores import HashStore, PrefixStore, Store, open_store
 from distctx.world import World, current

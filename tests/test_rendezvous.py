@@ -24,7 +24,8 @@ from distctx import (
     RendezvousTimeoutError,
     stores,
 )
-from distctx.rendezvous import Meeting, meet
+from distctx.meeting import Meeting
+from distctx.rendezvous import meet
 from distctx.stores import peek, wait_for_count
 
 

@@ -1,0 +1,61 @@
+"""What came of a meeting, and what the ranks tell each other in its room afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+from distctx.exceptions import RendezvousError
+from distctx.stores import Store, peek, run_bounded
+
+__all__ = ["Meeting"]
+
+T = TypeVar("T")
+
+#: Seconds for which a word to the others waits for the store.
+_BOUND = 2.0
+
+
+class Meeting(NamedTuple):
+    """What came of it: all ranks are there and want the same.
+
+    Attributes:
+        token: a word of this meeting alone, the same on every rank.
+        store: the room; each meeting's keys are apart from every other's.
+        local: this rank's place among the ranks of its host, and how many they are; None where
+            nobody asked.
+    """
+
+    token: str
+    store: Store
+    local: tuple[int, int] | None = None
+
+    def report_built(self) -> None:
+        """This rank has built what the ranks met for."""
+        self._if_it_answers(lambda: self.store.add("built", 1))
+
+    def report_failure(self, rank: int, error: BaseException) -> None:
+        """This rank could not build it. The others will know, when they fail for want of it."""
+        text = f"rank {rank}: {type(error).__name__}: {error}"[:1000]
+        self._if_it_answers(lambda: self.store.compare_set("failed", "", text))
+
+    def not_built(self, what: str, error: Exception) -> RendezvousError:
+        """The error for ranks that met and then could not build ``what`` with each other."""
+        first = self._if_it_answers(lambda: peek(self.store, "failed"))
+        why = (
+            f"The first to fail was {first}"
+            if first
+            else "Mostly another rank has ended or hangs since they met; look there."
+        )
+        return RendezvousError(
+            f"All ranks met, but then {what} could not be made here: {str(error).splitlines()[0]} "
+            f"{why}"
+        )
+
+    def _if_it_answers(self, request: Callable[[], T]) -> T | None:
+        """What a request gives; None where the store has gone, or does not answer: then the words
+        would reach nobody."""
+        with suppress(RuntimeError, TimeoutError):
+            return run_bounded(request, _BOUND)
+        return None
