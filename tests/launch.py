@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 LAUNCH_VARIABLES = known_variables()
 
 
-#: What gloo of torch 2.8 and 2.9 writes on stdout at every start.
+#: What gloo of torch 2.8 and 2.9 writes at every start.
 GLOO_LINE = re.compile(
     r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     r"Expected number of connected peer ranks is : \d+\n?"
@@ -58,7 +58,7 @@ def run(
         timeout=timeout,
         check=False,
     )
-    done.stdout = GLOO_LINE.sub("", done.stdout)
+    done.stdout, done.stderr = (GLOO_LINE.sub("", text) for text in (done.stdout, done.stderr))
     return done
 
 

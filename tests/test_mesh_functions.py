@@ -271,12 +271,10 @@ class TestBuildDeviceMesh:
         mesh = build_device_mesh("cpu")
         assert (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == ("cpu", [0], None)
 
-    @pytest.mark.filterwarnings("ignore:It seems like you did not set")  # torch 2.8, 2.9
     def test_all_ranks_in_one_dim_by_default(self):
-        """Without a shape the mesh holds all ranks in one dim, and its devices are CUDA's."""
+        """Without a shape the mesh holds all ranks in one dim."""
         fake_world(3, 8)
         assert build_device_mesh("cpu").mesh.tolist() == list(range(8))
-        assert build_device_mesh().device_type == "cuda"
 
     @pytest.mark.parametrize("shape", [(2, 3), [2, 3], (-1, 3), (2, -1), (np.int64(2), 3)])
     def test_shape_and_names(self, shape):
