@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
@@ -32,8 +33,13 @@ class Meeting(NamedTuple):
     local: tuple[int, int] | None = None
 
     def report_built(self) -> None:
-        """This rank has built what the ranks met for."""
-        self._if_it_answers(lambda: self.store.add("built", 1))
+        """This rank has built what the ranks met for. Does not wait until the store knows."""
+
+        def report() -> None:
+            with suppress(RuntimeError):  # the store has gone, and those who would read it
+                self.store.add("built", 1)
+
+        threading.Thread(target=report, name="distctx-built", daemon=True).start()
 
     def report_failure(self, rank: int, error: BaseException) -> None:
         """This rank could not build it. The others will know, when they fail for want of it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import secrets
 import socket
@@ -26,6 +25,7 @@ import attrs
 
 from distctx.exceptions import DistctxError, RendezvousError, RendezvousTimeoutError
 from distctx.meeting import Meeting
+from distctx.progress import Progress
 from distctx.reports import DISAGREE, GAVE_UP, SHOWN, TWICE, failure, list_ranks, name_of
 from distctx.stores import (
     PrefixStore,
@@ -40,10 +40,6 @@ from distctx.stores import (
 
 __all__ = ["meet"]
 
-log = logging.getLogger("distctx")
-
-#: Seconds after which the main rank says for whom it waits; then each time twice as long.
-_REPORT_AFTER = 5.0
 #: Seconds given to the rest to arrive once some are known to disagree, so that all are told.
 _GRACE = 1.0
 #: Seconds beyond its timeout that a meeting may take: to answer, and to tell why it failed.
@@ -111,6 +107,8 @@ def meet(
             f"{str(error).splitlines()[0]}. The process that serves it, mostly rank 0 or the "
             "launcher, has ended; look there for the first error."
         ) from error
+    finally:
+        guest.progress.close()
 
 
 @attrs.define(eq=False, repr=False)
@@ -126,13 +124,15 @@ class _Guest:
     purpose: str
     need_local: bool
 
-    start: float = attrs.field(init=False, factory=time.monotonic)
+    progress: Progress = attrs.field(init=False)
+    absent: tuple[int, str] | None = attrs.field(init=False, default=None)
     cancelled: threading.Event = attrs.field(init=False, factory=threading.Event)
     arrival: ExitStack = attrs.field(init=False, factory=ExitStack)
     card: str = attrs.field(init=False)
     want_key: str = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.progress = Progress(self.timeout.total_seconds())
         digest = hashlib.sha256(json.dumps(self.wants, sort_keys=True).encode()).hexdigest()
         self.want_key = f"want/{digest[:16]}"
         card = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
@@ -154,7 +154,6 @@ class _Guest:
         room = self._room(number)
         self._arrive(room)
         disagreed_at = 0.0
-        report_at = self.start + _REPORT_AFTER
         pauses = backoff()
         while True:
             pause = next(pauses)
@@ -174,9 +173,8 @@ class _Guest:
                     return self._settle(room, TWICE)
                 if verdict := peek(room, "verdict"):
                     return self._obey(room, verdict)
-                if now >= report_at:
-                    self._log_progress(room, arrived)
-                    report_at = now + (now - self.start)
+                if self.progress.is_due():
+                    self.progress.tell(self._absent(room, arrived), self.purpose, aloud=True)
             if self._left() <= 0:
                 return self._settle(room, GAVE_UP)
             self._sleep(pause)
@@ -184,7 +182,6 @@ class _Guest:
     def find_room(self) -> Meeting:
         """Every other rank's way: follow the newest room, arrive in it, wait for its verdict."""
         number, room, standing = 0, self._room(0), _OUTSIDE
-        report_at = self.start + _REPORT_AFTER
         pauses = backoff()
         while True:
             pause = next(pauses)
@@ -203,9 +200,11 @@ class _Guest:
                 if standing == _OUTSIDE:
                     raise self._not_let_in(room)
                 return self._settle(room, GAVE_UP if standing == _INSIDE else TWICE, standing)
-            if (now := time.monotonic()) >= report_at:
-                self._log_wait("all ranks" if standing == _INSIDE else "rank 0")
-                report_at = now + (now - self.start)
+            if self.progress.is_due():
+                whom = "all ranks" if standing == _INSIDE else "rank 0"
+                what_for = f"{self.purpose}, as rank {self.rank} at {self.place}"
+                # Who is absent is rank 0's to say; where it is rank 0, the next one says it.
+                self.progress.tell(whom, what_for, aloud=standing != _INSIDE and self.rank == 1)
             self._sleep(pause)
 
     def _leave(self, room: Store, standing: str) -> str | None:
@@ -223,7 +222,7 @@ class _Guest:
 
     def _left(self) -> float:
         """Seconds until this rank's time is over."""
-        return self.start + self.timeout.total_seconds() - time.monotonic()
+        return self.progress.start + self.timeout.total_seconds() - time.monotonic()
 
     def _sleep(self, pause: float) -> None:
         if self.cancelled.is_set():
@@ -358,29 +357,14 @@ class _Guest:
             missing_ranks=(0,),
         )
 
-    def _log_wait(self, for_whom: str) -> None:
-        """What a rank other than 0 can say. The main rank names the absent."""
-        log.info(
-            "rank %d waits %s for %s at %s (%.0f s of %.0f s)",
-            self.rank,
-            self.purpose,
-            for_whom,
-            self.place,
-            time.monotonic() - self.start,
-            self.timeout.total_seconds(),
-        )
-
-    def _log_progress(self, room: Store, arrived: int) -> None:
-        absent = ""
-        if self.world_size <= SHOWN * SHOWN:
-            cards = self._cards(room)
-            absent = ": " + list_ranks([r for r in range(self.world_size) if r not in cards], "")
-        log.warning(
-            "waiting %s for %d of %d ranks%s (%.0f s of %.0f s)",
-            self.purpose,
-            self.world_size - arrived,
-            self.world_size,
-            absent,
-            time.monotonic() - self.start,
-            self.timeout.total_seconds(),
-        )
+    def _absent(self, room: Store, arrived: int) -> str:
+        """Who is awaited, in words. Looks for the cards only where somebody came since."""
+        if self.absent is None or self.absent[0] != arrived:
+            names = ""
+            if self.world_size <= SHOWN * SHOWN:
+                cards = self._cards(room)
+                absent = [rank for rank in range(self.world_size) if rank not in cards]
+                names = f": {list_ranks(absent, '')}"
+            number = self.world_size - arrived
+            self.absent = arrived, f"{number} of {self.world_size} ranks{names}"
+        return self.absent[1]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import logging
 import os
 import queue
 import socket
@@ -25,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from distctx.environment import LaunchEnvironment, is_env
 from distctx.exceptions import LaunchEnvironmentError, RendezvousError, RendezvousTimeoutError
+from distctx.progress import Progress
 
 if TYPE_CHECKING:  # torch.distributed has these, but its types do not say so
     from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -46,12 +45,10 @@ __all__ = [
     "wait_for_count",
 ]
 
-log = logging.getLogger("distctx")
-
 T = TypeVar("T")
 
-#: Seconds after which a wait for a store is logged; then each time twice as long.
-_REPORT_AFTER = 5.0
+#: Seconds in which a launcher's store, which should be there, has to answer before it is probed.
+_AT_ONCE = 10.0
 
 _kept: dict[str, Store] = {}
 _of_parents: list[dict[str, Store]] = []
@@ -108,7 +105,7 @@ def open_store(
         if environment.rank == 0 and not served:
             _kept[key] = _serve(host, port, timeout)
         else:
-            _kept[key] = _connect(host, port, timeout, served)
+            _kept[key] = _connect(host, port, timeout, served, environment.rank)
     return _kept[key], place
 
 
@@ -186,36 +183,19 @@ def _listen_on_loopback(host: str, port: int) -> int | None:
         return listener.detach()
 
 
-def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:
-    """A client. The socket is probed first: torch's client waits for twice its timeout and more."""
-    start = time.monotonic()
-    deadline = start + timeout.total_seconds()
-    failure: OSError | None = None
-    report_at = start + _REPORT_AFTER
-    for pause in backoff():
-        if (now := time.monotonic()) >= report_at:
-            log.warning(
-                "waiting for the store at %s:%d: %s (%.0f s of %.0f s)",
-                host,
-                port,
-                failure,
-                now - start,
-                timeout.total_seconds(),
-            )
-            report_at = now + (now - start)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
+def _connect(host: str, port: int, timeout: timedelta, served: bool, rank: int) -> Store:
+    """A client of a store that another process serves."""
+    end = time.monotonic() + timeout.total_seconds()
+    if served:
+        # A launcher's store is there before its workers. It is not probed, since torch's server
+        # looks up the name of each peer before it goes on, which can take it seconds.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            return _client(host, port, min(timeout.total_seconds(), _AT_ONCE))
+    # torch's client waits for twice its timeout and more where nobody listens.
+    failure = _wait_for_listener(host, port, end, aloud=rank == (0 if served else 1))
+    if failure is None:
         try:
-            socket.create_connection((host, port), timeout=min(left, 5.0)).close()
-        except OSError as error:
-            failure = error
-            time.sleep(min(pause, left))
-            continue
-        try:
-            left = max(left, 1.0)
-            client = functools.partial(_client, host, port, timedelta(seconds=left))
-            return run_bounded(client, left)
+            return _client(host, port, max(end - time.monotonic(), 1.0))
         except (RuntimeError, TimeoutError) as error:
             raise RendezvousError(
                 f"Something listens at {host}:{port}, but it does not answer as a torch store: "
@@ -231,8 +211,34 @@ def _connect(host: str, port: int, timeout: timedelta, served: bool) -> Store:
     ) from failure
 
 
-def _client(host: str, port: int, timeout: timedelta) -> Store:
-    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+def _wait_for_listener(host: str, port: int, end: float, *, aloud: bool) -> OSError | None:
+    """Wait until somebody listens, at most until ``end``; why nobody could be reached, or None."""
+    pauses = backoff()
+    with contextlib.closing(Progress(end - time.monotonic())) as progress:
+        while True:
+            left = end - time.monotonic()
+            try:
+                socket.create_connection((host, port), timeout=min(max(left, 0.1), 5.0)).close()
+                return None
+            except OSError as error:
+                if left <= 0:
+                    return error
+                if progress.is_due():
+                    progress.tell(f"the store at {host}:{port}", f"to answer: {error}", aloud=aloud)
+            time.sleep(max(0.0, min(next(pauses), left)))
+
+
+def _client(host: str, port: int, seconds: float) -> Store:
+    def connect() -> Store:
+        return TCPStore(
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+
+    return run_bounded(connect, seconds)
 
 
 def backoff(shortest: float = 0.0002, longest: float = 1.0) -> Iterator[float]:

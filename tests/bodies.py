@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from distctx import DistributedRuntime, RemoteRankError, _torch, rendezvous
+from distctx import DistributedRuntime, RemoteRankError, _torch, progress
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -276,7 +276,7 @@ def progress_is_logged() -> Any:
 
     handler = Keep()
     logging.getLogger("distctx").addHandler(handler)
-    rendezvous._REPORT_AFTER = 0.2
+    progress._REPORT_AFTER = 0.2
     if RANK:
         time.sleep(1.0)
     with DistributedRuntime(**BOUND):

@@ -310,7 +310,8 @@ def test_a_count_is_waited_for_in_bounds() -> None:
     """A count that is reached ends the wait; one that is not ends with its bound."""
     store = dist.HashStore()
     assert not wait_for_count(store, "built", 1, time.monotonic() + 0.1)
-    Meeting("word", store).report_built()
+    Meeting("word", store).report_built()  # returns before the store knows
+    assert wait_for_count(store, "built", 1, time.monotonic() + 10)
     assert wait_for_count(store, "built", 1, time.monotonic())
 
 

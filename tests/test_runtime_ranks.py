@@ -217,7 +217,7 @@ def test_the_main_rank_says_for_whom_it_waits(results, nproc):
     """While it waits, the main rank logs who is absent and how long it will wait."""
     lines, *others = value_of(results, "progress_is_logged")
     absent = ", ".join(map(str, range(1, nproc)))
-    assert lines[0].startswith(
-        f"waiting to start the world for {nproc - 1} of {nproc} ranks: {absent} (0 s of 30 s)"
+    assert lines[0] == (
+        f"waiting for {nproc - 1} of {nproc} ranks: {absent} (0 s of 30 s) to start the world"
     )
     assert not any(others)
