@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -169,37 +168,19 @@ def set_group_timeout(group: Any, timeout: timedelta) -> None:
         setter(timeout, group)
 
 
-def abort_world(bound: float) -> bool:
-    """Abort all groups without waiting for the others, for at most ``bound`` seconds.
+def abort_world() -> None:
+    """Abort all groups without waiting for the others, where torch can; else destroy them.
 
-    ``destroy_process_group`` on NCCL can wait for good for peers that are inside a collective;
-    abort is torch's way out and has no public name. Returns False where torch has no abort, or it
-    is not
-    done in time: the caller then leaves the groups to the end of the process.
+    ``destroy_process_group`` on NCCL waits for what is still running on the device, and peers may
+    never come to it; abort is torch's way out and has no public name. It has no bound either.
     """
-    abort = getattr(c10d, "_abort_process_group", None)
-    if abort is None:
-        return False
-    failure: list[Exception] = []
-
-    def run() -> None:
-        try:
-            abort()
-        except Exception as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="distctx-abort", daemon=True)
-    thread.start()
-    thread.join(bound)
-    if failure:
-        raise failure[0]
-    return not thread.is_alive()
+    getattr(c10d, "_abort_process_group", dist.destroy_process_group)()
 
 
 def end_groups(groups: Sequence[Any], *, abort: bool) -> None:
     """End sub-groups that were made here, the last first; quiet about what somebody ended before.
 
-    ``abort``: without waiting for peers, where torch can (see ``abort_world``).
+    ``abort``: without waiting for peers, where torch can (see ``abort_world``). No bound.
     """
     end = getattr(c10d, "_abort_process_group", None) if abort else None
     for group in reversed(groups):

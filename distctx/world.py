@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,7 @@ __all__ = ["Hold", "World", "current"]
 
 log = logging.getLogger("distctx")
 
-#: Seconds that an abort may take before the groups are left to the end of the process.
+#: Seconds that an abort may take.
 _ABORT_BOUND = 30.0
 #: Seconds that a clean end waits for peers that are not through yet.
 _OTHERS_BOUND = 2.0
@@ -131,7 +132,11 @@ class World:
             self._caches = {k: one for k, one in self._caches.items() if one is not hold.cache}
             made = hold.cache.forget()
             if self.is_alive and not ends:
-                _torch.end_groups(made, abort=abort and "nccl" in self.backend)
+                self._end_groups(
+                    functools.partial(_torch.end_groups, made, abort=False),
+                    functools.partial(_torch.end_groups, made, abort=True),
+                    abort,
+                )
         if not self._holds:
             if _current is self:
                 _current = None
@@ -145,7 +150,24 @@ class World:
         """End the process group if distctx made it, and undo what came with it."""
         with self.undo:
             if self.owned and self.is_alive:
-                _end(self.backend, abort)
+                self._end_groups(dist.destroy_process_group, _torch.abort_world, abort)
+
+    def _end_groups(
+        self, destroy: Callable[[], None], kill: Callable[[], None], abort: bool
+    ) -> None:
+        """End groups. With NCCL in bounds: destroying waits for what still runs on the device, for
+        at most the group's timeout; what failed is aborted at once, which waits for nobody."""
+        if "nccl" not in self.backend:
+            destroy()
+            return
+        timeout = self.timeout.total_seconds()
+        ways = (("destroyed", destroy, timeout), ("aborted", kill, _ABORT_BOUND))
+        for done, way, bound in ways[abort:]:
+            try:
+                return run_bounded(way, bound)
+            except TimeoutError:
+                log.warning("the NCCL groups were not %s within %g s", done, bound)
+        log.warning("the NCCL groups are left to the end of the process")
 
     def _wait_for_others(self) -> None:
         """Nothing goes that a peer still needs: a group it still connects to (it would be cut off:
@@ -161,18 +183,6 @@ class World:
         if waits:
             with contextlib.suppress(TimeoutError):  # the store's server is stopped
                 run_bounded(wait, _OTHERS_BOUND)
-
-
-def _end(backend: str, abort: bool) -> None:
-    """End the default group. With NCCL, a failing rank aborts: destroying can wait for its
-    peers."""
-    if abort and "nccl" in backend:
-        if not _torch.abort_world(_ABORT_BOUND):
-            log.warning(
-                "the NCCL groups could not be aborted within %g s; left alone", _ABORT_BOUND
-            )
-        return
-    dist.destroy_process_group()
 
 
 def _forget_after_fork() -> None:

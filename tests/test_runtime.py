@@ -7,6 +7,7 @@ import contextlib
 import os
 import pickle
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -774,30 +775,73 @@ def test_the_layouts_half_needs_no_torch():
     assert script(text)[0] == ("2 2 DistributedRuntime(unopened, rank 5/8 at (dp=2, tp=1)) False\n")
 
 
-def test_failure_aborts_nccl_without_destroying_first(monkeypatch):
-    """With NCCL a failing rank aborts the world and destroys nothing, sub-groups neither."""
-    calls = []
-    monkeypatch.setattr(_torch, "abort_world", lambda bound: calls.append("abort") or True)
+@pytest.fixture
+def nccl(monkeypatch):
+    """An open runtime with a mesh whose world believes that it is NCCL's, since there is no GPU
+    here: only what it decides is tested. Gives it, and the calls that end groups."""
+    calls, answer = [], threading.Event()
+
+    def ends(name, hangs):
+        def end(*groups):
+            calls.append((name, len(groups)))
+            if name in hangs:
+                answer.wait(20)
+
+        return end
+
+    def hang(*hangs):
+        monkeypatch.setattr(dist, "destroy_process_group", ends("destroy", hangs))
+        monkeypatch.setattr(_torch.c10d, "_abort_process_group", ends("abort", hangs))
+
+    destroy = dist.destroy_process_group
     arguments = {"rank": 1, "world_size": 4, "mesh_shape": (2, 2), "mesh_dim_names": NAMES}
-    rt = DistributedRuntime("fake", **arguments).open()
+    rt = DistributedRuntime("fake", timeout=0.3, **arguments).open()
     _ = rt.mesh
-    rt._hold.world.backend = "nccl"  # no GPU here: only the decision is tested
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "destroy_process_group", lambda *_: calls.append("destroy"))
-        rt.close(abort=True)
-    assert calls == ["abort"]
-    dist.destroy_process_group()
+    monkeypatch.setattr("distctx.world._ABORT_BOUND", 0.3)
+    rt._hold.world.backend = "nccl"
+    yield rt, hang, calls
+    answer.set()
+    destroy()
 
 
-def test_an_abort_is_bounded(monkeypatch):
-    """An abort that does not come back is given up after its bound, and its error is raised."""
-    monkeypatch.setattr(_torch.c10d, "_abort_process_group", lambda: time.sleep(5))
+@pytest.mark.parametrize(
+    ("abort", "hangs", "called", "said"),
+    [
+        (False, (), ["destroy"], []),
+        (False, ("destroy",), ["destroy", "abort"], ["destroyed"]),
+        (False, ("destroy", "abort"), ["destroy", "abort"], ["destroyed", "aborted", "left"]),
+        (True, (), ["abort"], []),
+        (True, ("abort",), ["abort"], ["aborted", "left"]),
+    ],
+)
+@pytest.mark.parametrize("owned", [True, False])
+def test_nccl_ends_in_bounds(nccl, caplog, abort, hangs, called, said, owned):
+    """With NCCL what failed is aborted, never destroyed; a destroy or an abort that does not come
+    back is given up after its bound. So for the world as for sub-groups of one that is left."""
+    rt, hang, calls = nccl
+    hang(*hangs)
+    rt._hold.world.owned = owned
     start = time.monotonic()
-    assert not _torch.abort_world(0.2)
-    assert time.monotonic() - start < 2
+    rt.close(abort=abort)
+    assert time.monotonic() - start < 5
+    if owned:
+        assert calls == [(name, 0) for name in called]
+    else:
+        assert set(calls) == {(name, 1) for name in called}
+        assert len(calls) == 2 * len(called) - len(hangs)  # a way that hangs does not go on
+    assert [next(w for w in said if w in r.message) for r in caplog.records] == said
+
+
+def test_an_abort_that_fails_is_a_note(nccl, monkeypatch):
+    """The body's own exception is what is seen; that the abort failed too is attached to it."""
+    rt, hang, _ = nccl
+    hang()
     monkeypatch.setattr(_torch.c10d, "_abort_process_group", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        _torch.abort_world(5)
+    stack = contextlib.ExitStack()
+    stack.push(rt)
+    with pytest.raises(KeyError) as caught, stack:
+        raise KeyError("the body's")
+    assert "ZeroDivisionError" in caught.value.__notes__[-1]
 
 
 def test_names_that_mean_nothing_are_warned_of(caplog):

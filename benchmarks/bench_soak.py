@@ -1,0 +1,157 @@
+"""Life after life of a runtime: what fails, and what each leaves behind.
+
+``python -m benchmarks.bench_soak [LIVES [RANKS]]``; without arguments 1,000 lives of one rank, then
+200 of four. Lives differ: some build a mesh, of changing shapes, some pause, each ends with a
+collective or at once. What a process holds is counted after a tenth of them and at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class Held:
+    """What a process holds; ``memory`` is what is resident, in bytes."""
+
+    threads: int
+    python_threads: int
+    descriptors: int
+    groups: int
+    memory: int
+    excepthook: bool
+    environ: bool
+
+    @classmethod
+    def now(cls, environ: dict[str, str], hook: Any) -> Held:
+        """Count it. ``environ`` and ``hook`` are what they were at the start."""
+        from torch.distributed import distributed_c10d as c10d
+
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(
+            threads=len(os.listdir("/proc/self/task")),
+            python_threads=threading.active_count(),
+            descriptors=len(os.listdir("/proc/self/fd")),
+            groups=len(c10d._world.pg_names),
+            memory=pages * os.sysconf("SC_PAGE_SIZE"),
+            excepthook=sys.excepthook is not hook,
+            environ=dict(os.environ) != environ,
+        )
+
+
+def life(number: int, chance: random.Random) -> None:
+    """One life, which must add up what it should."""
+    import torch
+    import torch.distributed as dist
+
+    from distctx import DistributedRuntime
+
+    shape = ((-1,), (1, -1), (-1, 1), (-1, 1, 1))[number % 4]
+    with DistributedRuntime(
+        "gloo", mesh_shape=shape, timeout=60, rendezvous_timeout=60, dp_mesh_dim=0
+    ) as rt:
+        if number % 3 == 0:
+            time.sleep(chance.random() / 100)
+        if number % 5 == 0:
+            return
+        dim = number % rt.layout.ndim
+        group, ranks = (None, range(rt.world_size))
+        if number % 2:
+            group, ranks = rt.group(dim), rt.ranks(dim)
+        total = torch.tensor([rt.rank + number])
+        dist.all_reduce(total, group=group)
+        if total.item() != sum(rank + number for rank in ranks):
+            raise ValueError(f"life {number}: {total.item()} is wrong")
+
+
+def soak(lives: int) -> dict[str, Any]:
+    """Live, and say what failed, and what was held at a tenth of it and at the end."""
+    import torch.distributed  # noqa: F401  so that its own threads and files are there before
+
+    environ, hook = dict(os.environ), sys.excepthook
+    chance = random.Random(int(os.environ.get("RANK", "0")))
+    failures, seconds = [], []
+    early = None
+    for number in range(lives):
+        start = time.perf_counter()
+        try:
+            life(number, chance)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+        seconds.append(time.perf_counter() - start)
+        if number == lives // 10:
+            early = Held.now(environ, hook)
+    assert early is not None
+    late = Held.now(environ, hook)
+    return {"failures": failures, "early": attrs.asdict(early), "late": attrs.asdict(late)} | {
+        "seconds": sorted(seconds)[len(seconds) // 2]
+    }
+
+
+def run(lives: int, ranks: int) -> list[dict[str, Any]]:
+    """What ``soak`` tells on each rank of a torchrun job; of plain python where there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["-m", "benchmarks.bench_soak", "--in", folder, str(lives)]
+        if ranks > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone"]
+            command = [*launcher, f"--nproc-per-node={ranks}", *command]
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *command], check=True, env=environ)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def main(jobs: list[tuple[int, int]]) -> None:
+    """Run the jobs, print what came of each."""
+    from benchmarks.common import machine, seconds
+    from distctx.display import table
+
+    header = ("ranks", "lives", "failures", "a life", "threads", "descriptors", "groups", "memory")
+    rows = []
+    for lives, ranks in jobs:
+        told = run(lives, ranks)
+        first = next((error for one in told for error in one["failures"]), "")
+        grown = {
+            name: max(one["late"][name] - one["early"][name] for one in told)
+            for name in ("threads", "descriptors", "groups", "memory")
+        }
+        counted = lives - lives // 10 - 1
+        rows.append(
+            (
+                str(ranks),
+                str(lives),
+                f"{sum(len(one['failures']) for one in told)} {first}".strip(),
+                seconds(max(one["seconds"] for one in told)),
+                *(f"{grown[name]:+d}" for name in ("threads", "descriptors", "groups")),
+                f"{grown['memory'] / counted:+.0f} B a life",
+            )
+        )
+        changed = {n for one in told for n in ("excepthook", "environ") if one["late"][n]}
+        if changed:
+            rows.append((str(ranks), str(lives), f"changed: {', '.join(sorted(changed))}"))
+    print(table(rows, header))
+    print(f"\n{machine()}", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--in"]:
+        told = soak(int(sys.argv[3]))
+        rank = os.environ.get("RANK", "0")
+        Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(told))
+    elif len(sys.argv) > 1:
+        lives, ranks = [*map(int, sys.argv[1:]), 1][:2]
+        main([(lives, ranks)])
+    else:
+        main([(1000, 1), (200, 4)])
