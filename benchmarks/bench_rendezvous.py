@@ -86,7 +86,8 @@ def later_starts(rank: int, environ: dict[str, str], number: int, barrier: Any) 
     barrier.wait()
     time.sleep(late)
     with DistributedRuntime("gloo", store=counting, **who):
-        ours_only = {k: n for k, n in counting.requests.items() if "/group/" not in k}
+        barrier.wait()  # by now each has said that it has built
+        ours_only = {k: n for k, n in counting.requests.copy().items() if "/group/" not in k}
         of_torch = counting.requests.total() - sum(ours_only.values())
         number = sum(1 if late else n for n in ours_only.values())
         requests = late, number, of_torch

@@ -59,7 +59,8 @@ def life(number: int, chance: random.Random) -> None:
 
     from distctx import DistributedRuntime
 
-    shape = ((-1,), (1, -1), (-1, 1), (-1, 1, 1))[number % 4]
+    even = int(os.environ.get("WORLD_SIZE", "1")) % 2 == 0
+    shape = ((-1,), (1, -1), (-1, 2 if even else 1), (-1, 1, 1))[number % 4]
     with DistributedRuntime(
         "gloo", mesh_shape=shape, timeout=60, rendezvous_timeout=60, dp_mesh_dim=0
     ) as rt:
@@ -69,7 +70,7 @@ def life(number: int, chance: random.Random) -> None:
             return
         dim = number % rt.layout.ndim
         group, ranks = (None, range(rt.world_size))
-        if number % 2:
+        if number // 4 % 2:
             group, ranks = rt.group(dim), rt.ranks(dim)
         total = torch.tensor([rt.rank + number])
         dist.all_reduce(total, group=group)
@@ -122,7 +123,9 @@ def main(jobs: list[tuple[int, int]]) -> None:
     rows = []
     for lives, ranks in jobs:
         told = run(lives, ranks)
-        first = next((error for one in told for error in one["failures"]), "")
+        changed = {n for one in told for n in ("excepthook", "environ") if one["late"][n]}
+        seen = [error for one in told for error in one["failures"]]
+        seen += [f"changed: {name}" for name in sorted(changed)]
         grown = {
             name: max(one["late"][name] - one["early"][name] for one in told)
             for name in ("threads", "descriptors", "groups", "memory")
@@ -132,15 +135,12 @@ def main(jobs: list[tuple[int, int]]) -> None:
             (
                 str(ranks),
                 str(lives),
-                f"{sum(len(one['failures']) for one in told)} {first}".strip(),
+                f"{len(seen)} {seen[0] if seen else ''}".strip(),
                 seconds(max(one["seconds"] for one in told)),
                 *(f"{grown[name]:+d}" for name in ("threads", "descriptors", "groups")),
                 f"{grown['memory'] / counted:+.0f} B a life",
             )
         )
-        changed = {n for one in told for n in ("excepthook", "environ") if one["late"][n]}
-        if changed:
-            rows.append((str(ranks), str(lives), f"changed: {', '.join(sorted(changed))}"))
     print(table(rows, header))
     print(f"\n{machine()}", flush=True)
 

@@ -172,9 +172,11 @@ def abort_world() -> None:
     """Abort all groups without waiting for the others, where torch can; else destroy them.
 
     ``destroy_process_group`` on NCCL waits for what is still running on the device, and peers may
-    never come to it; abort is torch's way out and has no public name. It has no bound either.
+    never come to it; abort is torch's way out and has no public name. It has no bound either. Quiet
+    about what ended meanwhile.
     """
-    getattr(c10d, "_abort_process_group", dist.destroy_process_group)()
+    with contextlib.suppress(KeyError, AssertionError):
+        getattr(c10d, "_abort_process_group", dist.destroy_process_group)()
 
 
 def end_groups(groups: Sequence[Any], *, abort: bool) -> None:
@@ -184,7 +186,7 @@ def end_groups(groups: Sequence[Any], *, abort: bool) -> None:
     """
     end = getattr(c10d, "_abort_process_group", None) if abort else None
     for group in reversed(groups):
-        with contextlib.suppress(ValueError, AssertionError):
+        with contextlib.suppress(ValueError, AssertionError, KeyError):
             (end or dist.destroy_process_group)(group)
 
 
