@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -160,8 +161,22 @@ class World:
         if "nccl" not in self.backend:
             destroy()
             return
+        over = threading.Event()
+
+        def destroy_whole() -> None:
+            try:
+                destroy()
+            finally:
+                over.set()
+
+        def kill_whole() -> None:
+            kill()
+            # An abort frees the destroy that hung, which must not go on into the next life.
+            if not abort and not over.wait(_ABORT_BOUND):
+                raise TimeoutError
+
         timeout = self.timeout.total_seconds()
-        ways = (("destroyed", destroy, timeout), ("aborted", kill, _ABORT_BOUND))
+        ways = (("destroyed", destroy_whole, timeout), ("aborted", kill_whole, 2 * _ABORT_BOUND))
         for done, way, bound in ways[abort:]:
             try:
                 return run_bounded(way, bound)
