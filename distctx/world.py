@@ -37,6 +37,7 @@ _ABORT_BOUND = 30.0
 _OTHERS_BOUND = 2.0
 
 _current: World | None = None
+_exiting = False
 
 
 @attrs.define(eq=False, repr=False)
@@ -161,6 +162,9 @@ class World:
         if "nccl" not in self.backend:
             destroy()
             return
+        if _exiting:  # no thread can be started any more, from Python 3.12 on
+            kill()
+            return
         over = threading.Event()
 
         def destroy_whole() -> None:
@@ -248,5 +252,7 @@ def current() -> World | None:
 @atexit.register
 def _end_at_exit() -> None:
     """The end of the interpreter ends a world that is still there, without waiting for anybody."""
+    global _exiting
+    _exiting = True
     if _current is not None:
         _current.end(abort=True)
