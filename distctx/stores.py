@@ -48,7 +48,7 @@ __all__ = [
 T = TypeVar("T")
 
 #: Seconds in which a launcher's store, which should be there, has to answer before it is probed.
-_AT_ONCE = 4.0
+_AT_ONCE = 10.0
 
 _kept: dict[str, Store] = {}
 _of_parents: list[dict[str, Store]] = []

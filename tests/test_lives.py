@@ -36,13 +36,13 @@ import os, signal, sys, time
 import torch, torch.distributed as dist
 from distctx import DistributedRuntime
 
-with DistributedRuntime(timeout=20):
+with DistributedRuntime(timeout=60):
     pass
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 if attempt == 0 and rank == 1:
     time.sleep(0.5)  # the others have arrived for the next life, and are killed in its room
     os.kill(os.getpid(), signal.SIGKILL)
-with DistributedRuntime(timeout=20) as rt:
+with DistributedRuntime(timeout=60) as rt:
     total = torch.tensor([rank])
     dist.all_reduce(total, group=rt.group("dp"))
     print(f"attempt {attempt} total {total.item()}", flush=True)
