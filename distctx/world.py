@@ -31,7 +31,7 @@ __all__ = ["Hold", "World", "current"]
 
 log = logging.getLogger("distctx")
 
-#: Seconds that an abort may take.
+#: Seconds that an abort may take, and as long again a destroy that it frees.
 _ABORT_BOUND = 30.0
 #: Seconds that a clean end waits for peers that are not through yet.
 _OTHERS_BOUND = 2.0
@@ -165,27 +165,26 @@ class World:
         if _exiting:  # no thread can be started any more, from Python 3.12 on
             kill()
             return
-        over = threading.Event()
+        destroyed = threading.Event()
 
-        def destroy_whole() -> None:
+        def destroy_and_tell() -> None:
             try:
                 destroy()
             finally:
-                over.set()
+                destroyed.set()
 
-        def kill_whole() -> None:
-            kill()
-            # An abort frees the destroy that hung, which must not go on into the next life.
-            if not abort and not over.wait(_ABORT_BOUND):
-                raise TimeoutError
-
-        timeout = self.timeout.total_seconds()
-        ways = (("destroyed", destroy_whole, timeout), ("aborted", kill_whole, 2 * _ABORT_BOUND))
-        for done, way, bound in ways[abort:]:
+        if not abort:
+            timeout = self.timeout.total_seconds()
             try:
-                return run_bounded(way, bound)
+                return run_bounded(destroy_and_tell, timeout)
             except TimeoutError:
-                log.warning("the NCCL groups were not %s within %g s", done, bound)
+                log.warning("the NCCL groups were not destroyed within %g s", timeout)
+        with contextlib.suppress(TimeoutError):
+            run_bounded(kill, _ABORT_BOUND)
+            # It frees the destroy that hung, which must not go on into the next life.
+            if abort or destroyed.wait(_ABORT_BOUND):
+                return
+        log.warning("the NCCL groups were not aborted within %g s", _ABORT_BOUND)
         log.warning("the NCCL groups are left to the end of the process")
 
     def _wait_for_others(self) -> None:
