@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import bench_soak
-from launch import clean_environment, run, torchrun
+from launch import run, torchrun
 
 
 @pytest.mark.timeout(300)
@@ -97,14 +95,7 @@ def test_one_failure_ends_the_job(tmp_path, fault, said):
     non-zero within seconds, whatever the group's timeout, and the failure is what is seen."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING.replace("FAULT", fault))
-    done = subprocess.run(
-        [sys.executable, *torchrun(str(script), nproc=4)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run(*torchrun(str(script), nproc=4), timeout=100)
     ended = time.time()
     up = float(done.stdout.split()[1])
     assert done.returncode != 0

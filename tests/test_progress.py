@@ -13,7 +13,7 @@ import termios
 from contextlib import suppress
 from pathlib import Path
 
-from launch import clean_environment
+from launch import clean_environment, run
 
 ALONE = """
 import logging, sys
@@ -79,14 +79,8 @@ def test_a_live_line_fits(tmp_path):
 
 def test_no_live_line_elsewhere(tmp_path):
     """Where stderr is a file the wait is in the log alone, each time after twice as long."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path / "store")],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run("-c", ALONE, str(tmp_path / "store"))
+    assert done.returncode == 0
     assert "\r" not in done.stderr
     logged = [
         line for line in done.stderr.splitlines() if line.startswith("LOG waiting for 7 of 8")
