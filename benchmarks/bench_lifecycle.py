@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from benchmarks.common import Ratio, pairs, report
+from benchmarks.common import Ratio, pairs, report, tell, told_by_ranks
 
 LIVES = 10
 RANKS = (1, 4)
@@ -70,14 +66,7 @@ def main(number: int = 15) -> list[Ratio]:
     """Each world size in a torchrun job of its own; rank 0's times count."""
     rows = []
     for ranks in RANKS:
-        with TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.bench_lifecycle", folder, str(number)]
-            if ranks > 1:
-                run = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-                command[2:3] = [*run, "benchmarks.bench_lifecycle"]
-            environ = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run(command, check=True, env=environ, stderr=subprocess.DEVNULL)
-            a, b = json.loads(Path(folder, "0.json").read_text())
+        a, b = told_by_ranks("benchmarks.bench_lifecycle", ranks, str(number))[0]
         plural = "s" if ranks > 1 else ""
         rows.append(
             Ratio(f"enter + exit / init + destroy, {ranks} rank{plural}", a, b, "at most 1.15")
@@ -86,8 +75,7 @@ def main(number: int = 15) -> list[Ratio]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        measured = measure(int(sys.argv[2]))
-        Path(sys.argv[1], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(measured))
+    if sys.argv[1:2] == ["--in"]:
+        tell(sys.argv[2], measure(int(sys.argv[3])))
     else:
         report(main())

@@ -35,7 +35,7 @@ def together(barrier: Any, act: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def first_start(rank: int, environ: dict[str, str], ours: bool, barrier: Any) -> Any:
+def first_start(environ: dict[str, str], ours: bool, barrier: Any) -> Any:
     """One rank's first start, as a script does it under these variables."""
     import torch.distributed as dist
 
@@ -47,13 +47,14 @@ def first_start(rank: int, environ: dict[str, str], ours: bool, barrier: Any) ->
     return together(barrier, lambda: dist.init_process_group("gloo", timeout=TIMEOUT))
 
 
-def later_starts(rank: int, environ: dict[str, str], number: int, barrier: Any) -> Any:
+def later_starts(environ: dict[str, str], number: int, barrier: Any) -> Any:
     """One rank's later starts, pair by pair, and the requests of one of them."""
     import torch.distributed as dist
 
     from distctx import DistributedRuntime
 
-    world_size, port = int(environ["WORLD_SIZE"]), int(environ["MASTER_PORT"])
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    port = int(environ["MASTER_PORT"])
     who: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT}
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False
@@ -128,7 +129,7 @@ def counting_store(inner: Any) -> Any:
 
 
 def on_ranks(world_size: int, environ: dict[str, str], act: Callable[..., Any], *args: Any) -> Any:
-    """What ``act(rank, environ, *args, barrier)`` gives on each rank."""
+    """What ``act(environ, *args, barrier)`` gives on each rank."""
     barrier, answers = context.Barrier(world_size), context.SimpleQueue()
     processes = [
         context.Process(
@@ -138,7 +139,16 @@ def on_ranks(world_size: int, environ: dict[str, str], act: Callable[..., Any], 
     ]
     for process in processes:
         process.start()
-    told = [answers.get() for _ in processes]
+    told: list[Any] = []
+    while len(told) < world_size:
+        if not answers.empty():
+            told.append(answers.get())
+        elif any(process.exitcode for process in processes):  # the others wait for it
+            for process in processes:
+                process.kill()
+            raise RuntimeError(f"a rank of {world_size} failed; its error is above")
+        else:
+            time.sleep(0.01)
     for process in processes:
         process.join()
     return told
@@ -157,7 +167,7 @@ def _one_rank(
 
     torch.set_num_threads(1)
     who = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    answers.put(act(rank, environ | who, *args, barrier))
+    answers.put(act(environ | who, *args, barrier))
     barrier.wait()
     os._exit(0)  # nobody's end is measured here
 

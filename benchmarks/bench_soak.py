@@ -8,18 +8,17 @@ collective or at once. What a process holds is counted after a tenth of them and
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import attrs
+
+from benchmarks.common import machine, seconds, tell, told_by_ranks
 
 
 @attrs.frozen
@@ -29,7 +28,7 @@ class Held:
     threads: int
     python_threads: int
     descriptors: int
-    groups: int
+    groups: int | None
     memory: int
     excepthook: bool
     environ: bool
@@ -37,7 +36,7 @@ class Held:
     @classmethod
     def now(cls, environ: dict[str, str], hook: Any) -> Held:
         """Count it. ``environ`` and ``hook`` are what they were at the start."""
-        from torch.distributed import distributed_c10d as c10d
+        from distctx import _torch
 
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -45,7 +44,7 @@ class Held:
             threads=len(os.listdir("/proc/self/task")),
             python_threads=threading.active_count(),
             descriptors=len(os.listdir("/proc/self/fd")),
-            groups=len(c10d._world.pg_names),
+            groups=_torch.number_of_groups(),
             memory=pages * os.sysconf("SC_PAGE_SIZE"),
             excepthook=sys.excepthook is not hook,
             environ=dict(os.environ) != environ,
@@ -84,7 +83,7 @@ def soak(lives: int) -> dict[str, Any]:
 
     environ, hook = dict(os.environ), sys.excepthook
     chance = random.Random(int(os.environ.get("RANK", "0")))
-    failures, seconds = [], []
+    failures, took = [], []
     early = None
     for number in range(lives):
         start = time.perf_counter()
@@ -92,31 +91,23 @@ def soak(lives: int) -> dict[str, Any]:
             life(number, chance)
         except Exception as error:
             failures.append(f"{type(error).__name__}: {error}")
-        seconds.append(time.perf_counter() - start)
+        took.append(time.perf_counter() - start)
         if number == lives // 10:
             early = Held.now(environ, hook)
     assert early is not None
     late = Held.now(environ, hook)
     return {"failures": failures, "early": attrs.asdict(early), "late": attrs.asdict(late)} | {
-        "seconds": sorted(seconds)[len(seconds) // 2]
+        "seconds": sorted(took)[len(took) // 2]
     }
 
 
 def run(lives: int, ranks: int) -> list[dict[str, Any]]:
     """What ``soak`` tells on each rank of a torchrun job; of plain python where there is one."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["-m", "benchmarks.bench_soak", "--in", folder, str(lives)]
-        if ranks > 1:
-            launcher = ["-m", "torch.distributed.run", "--standalone"]
-            command = [*launcher, f"--nproc-per-node={ranks}", *command]
-        environ = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *command], check=True, env=environ)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    return told_by_ranks("benchmarks.bench_soak", ranks, str(lives))
 
 
 def main(jobs: list[tuple[int, int]]) -> None:
     """Run the jobs, print what came of each."""
-    from benchmarks.common import machine, seconds
     from distctx.display import table
 
     header = ("ranks", "lives", "failures", "a life", "threads", "descriptors", "groups", "memory")
@@ -147,9 +138,7 @@ def main(jobs: list[tuple[int, int]]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--in"]:
-        told = soak(int(sys.argv[3]))
-        rank = os.environ.get("RANK", "0")
-        Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(told))
+        tell(sys.argv[2], soak(int(sys.argv[3])))
     elif len(sys.argv) > 1:
         lives, ranks = [*map(int, sys.argv[1:]), 1][:2]
         main([(lives, ranks)])

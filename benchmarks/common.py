@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import attrs
 
@@ -61,6 +66,28 @@ def pairs(
             a.append(ours())
             b.append(theirs())
     return a, b
+
+
+def told_by_ranks(module: str, ranks: int, *arguments: str) -> list[Any]:
+    """What ``python -m MODULE --in FOLDER ARGUMENT…`` told of itself, by rank; several ranks are a
+    torchrun job."""
+    with TemporaryDirectory() as folder:
+        command = ["-m", module, "--in", folder, *arguments]
+        if ranks > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone"]
+            command = [*launcher, f"--nproc-per-node={ranks}", *command]
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *command], env=environ, stderr=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{module} on {ranks} ranks failed:\n{done.stderr}")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def tell(folder: str, value: Any) -> None:
+    """Tell ``told_by_ranks`` a value that goes into JSON, as this rank."""
+    Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(value))
 
 
 def machine() -> str:
