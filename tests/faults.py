@@ -77,6 +77,7 @@ def life(plan: dict[str, Any]) -> Any:
         try:
             at("first mesh")
             _ = rt.mesh
+            dist.all_reduce(torch.ones(1), group=rt.group("dp"))  # so all are past the mesh
             at("in a collective")
             total = torch.ones(1)
             for _ in range(plan.get("collectives", 1)):
