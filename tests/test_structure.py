@@ -11,7 +11,7 @@ from launch import HERE
 
 PACKAGE = HERE.parent / "distctx"
 README = (HERE.parent / "README.rst").read_text()
-ORDER = re.findall(r"^``(\w+)\.py``", README[README.index("How it is made") :], re.MULTILINE)
+ORDER = re.findall(r"^``([\w/]+)\.py``", README[README.index("How it is made") :], re.MULTILINE)
 
 
 def imports_of(path) -> set[str]:
@@ -26,16 +26,22 @@ def imports_of(path) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node not in typing_only:
-            if node.module == "distctx":
-                found |= {alias.name for alias in node.names}
-            elif (node.module or "").startswith("distctx."):
-                found.add(node.module.removeprefix("distctx."))
-    return found
+            where = (node.module or "").replace(".", "/")
+            if where == "distctx" or ((PACKAGE.parent / where).is_dir() and "distctx/" in where):
+                found |= {f"{where}/{alias.name}" for alias in node.names}
+            elif where.startswith("distctx/"):
+                found.add(where)
+    names = {name.removeprefix("distctx/") for name in found}
+    return {name for name in names if (PACKAGE / f"{name}.py").exists()}
 
 
 def test_every_module_is_listed():
     """README.rst lists every module of the package, once."""
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    modules = {
+        str(path.relative_to(PACKAGE).with_suffix(""))
+        for path in PACKAGE.rglob("*.py")
+        if path.stem != "__init__"
+    }
     assert sorted(ORDER) == sorted(modules)
 
 

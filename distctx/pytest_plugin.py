@@ -1,0 +1,146 @@
+"""The pytest plugin: tests on several real ranks, and fixtures that are entered runtimes.
+
+Pytest loads it wherever distctx is installed. It imports neither torch nor the rest of distctx
+until a test is marked, or asks for one of its fixtures.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from distctx.testing import WORLD
+
+if TYPE_CHECKING:
+    from distctx.runtime import DistributedRuntime
+    from distctx.testing.session import RankTests
+
+__all__: list[str] = []
+
+_MARKER = (
+    "distributed(world_size, *, mesh_shape, mesh_dim_names, timeout, backend='gloo', rank, "
+    "detail=True, guards=True, ...): run the test on that many real ranks, processes of this "
+    "machine; a list of world sizes makes a test of each. timeout: seconds for the test. backend: "
+    "'auto' takes nccl where there are GPUs enough; 'fake' simulates one rank (rank=, or a list) "
+    "in this process. detail=False: without torch's own checks of every collective. guards=False: "
+    "the test may leave a group, variable, hook, thread or child behind. All else is handed to "
+    "DistributedRuntime."
+)
+
+_tests: pytest.StashKey[RankTests] = pytest.StashKey()
+_failed: pytest.StashKey[bool] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("distctx", "distributed tests (distctx)")
+    group.addoption(
+        "--distributed-fresh",
+        action="store_true",
+        help="start each rank of a distributed test as a fresh process that collects again, "
+        "in place of forking it (slow)",
+    )
+    parser.addini(
+        "distributed_timeout",
+        "seconds that a distributed test may take whose marker does not say",
+        default="60",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+    # -k takes no "=": the ids' own way to write a world size would be an error.
+    keyword = getattr(config.option, "keyword", "")
+    config.option.keyword = re.sub(r"\bworld_size=(\d+)", r"world_size:\1:", keyword)
+    if task := os.environ.pop("_DISTCTX_TEST_RANK", None):
+        from distctx.testing.fresh import FreshRank
+
+        config.pluginmanager.register(FreshRank(config, task), "distctx-fresh-rank")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if (mark := metafunc.definition.get_closest_marker("distributed")) is not None:
+        from distctx.testing.marker import parametrize
+
+        parametrize(metafunc, mark)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    if WORLD in params:
+        item.extra_keyword_matches.add(f"world_size:{params[WORLD][0]}:")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.pluginmanager.hasplugin("distctx-fresh-rank"):
+        return
+    if any(item.get_closest_marker("distributed") is not None for item in session.items):
+        from distctx.testing.session import RankTests
+
+        tests = session.config.stash[_tests] = RankTests(session.config, _timeout(session.config))
+        tests.decide()
+        session.config.pluginmanager.register(tests, "distctx-tests")
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    return config.stash[_tests].header() if _tests in config.stash else []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    if call.excinfo is not None:
+        item.stash[_failed] = True
+
+
+def _timeout(config: pytest.Config) -> float:
+    given = config.getini("distributed_timeout")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise pytest.UsageError(f"distributed_timeout = {given}: wanted seconds")
+    return seconds
+
+
+@pytest.fixture
+def _distctx_world(request: pytest.FixtureRequest) -> Any:
+    """How a world size becomes part of a test's id."""
+    return request.param
+
+
+@pytest.fixture
+def make_distributed_runtime(
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[..., DistributedRuntime]]:
+    """Make runtimes that are not entered yet, and close them after the test.
+
+    It takes what DistributedRuntime takes, in addition to what the test's marker says. Without a
+    marker each is a world of 1.
+    """
+    from distctx.testing.fixtures import Maker
+
+    with Maker(request, _timeout(request.config)) as maker:
+        yield maker.make
+        maker.failed = request.node.stash.get(_failed, False)
+
+
+@pytest.fixture
+def distributed_runtime(
+    make_distributed_runtime: Callable[..., DistributedRuntime],
+) -> DistributedRuntime:
+    """A DistributedRuntime, entered: on every rank of a marked test, else a world of 1."""
+    return make_distributed_runtime().open()
+
+
+@pytest.fixture
+def shared_tmp_path(request: pytest.FixtureRequest) -> Path:
+    """One temporary folder for all ranks of a test; ``tmp_path`` is a folder for each."""
+    rank = request.config.pluginmanager.getplugin("distctx-rank")
+    path: Path = request.getfixturevalue("tmp_path") if rank is None else rank.shared
+    return path

@@ -1,0 +1,273 @@
+"""What one rank of a test does: run the test as pytest would, and tell what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from distctx.launchers import known_variables
+from distctx.testing import _pytest
+from distctx.testing.guards import Before
+from distctx.testing.journal import Folder, Journal
+
+if TYPE_CHECKING:
+    from distctx.testing.marker import Ask
+
+__all__ = [
+    "LOOPBACK",
+    "ONE_THREAD",
+    "STACKS",
+    "Rank",
+    "by_json",
+    "die_with_parent",
+    "is_debugged",
+    "one_thread",
+    "run_here",
+    "skip_without_gpus",
+    "task_for",
+]
+
+#: Asks a rank for its stacks; not one that a test is likely to use.
+STACKS: int = getattr(signal, "SIGRTMAX", signal.SIGTERM + 1) - 3
+
+#: Tells libraries that compute to do so in one thread.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+#: The one interface that gloo listens on, as far as nobody says otherwise.
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def task_for(item: pytest.Item, ask: Ask, folder: Path, own: Path, port: int) -> dict[str, Any]:
+    """All that a rank process must know, as JSON.
+
+    Args:
+        folder: where ranks tell how they fare.
+        own: where the folders stand that the test sees.
+        port: a port that is free.
+    """
+    environ = {
+        "WORLD_SIZE": str(ask.world_size),
+        "LOCAL_WORLD_SIZE": str(ask.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
+    }
+    environ |= ONE_THREAD
+    if ask.detail:
+        environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    return {
+        "nodeid": item.nodeid,
+        "folder": str(folder),
+        "own": str(own),
+        "environ": environ,
+        "backend": ask.backend,
+        "world_size": ask.world_size,
+        "guards": ask.guards,
+    }
+
+
+class Rank:
+    """The plugin of a rank process."""
+
+    def __init__(self, config: pytest.Config, task: Mapping[str, Any], rank: int) -> None:
+        self.config = config
+        self.task = task
+        self.rank = rank
+        self.shared = Path(task["own"]) / "shared"
+        self.shared.mkdir(exist_ok=True)
+        self.folder = Folder(Path(task["folder"]))
+        self.journal = Journal(self.folder.journal(rank))
+        #: What pytest raised to end the whole session, if it did.
+        self.stop: BaseException | None = None
+
+    def runtime_arguments(self) -> dict[str, Any]:
+        """How a runtime of this rank finds the others: in a file."""
+        place = self.folder.path.absolute() / "store"
+        return {
+            "rank": self.rank,
+            "world_size": self.task["world_size"],
+            "init_method": f"file://{place}",
+        }
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run it, and log nothing here: reports go to the journal as they are made."""
+        try:
+            _pytest.run_item(item, nextitem)
+        except (pytest.exit.Exception, KeyboardInterrupt) as stop:
+            self.stop = stop
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Skip what this machine lacks the GPUs for."""
+        if self.task["backend"] == "nccl":
+            skip_without_gpus(self.task["world_size"])
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Each report, as it is after every plugin has seen it."""
+        report = yield
+        as_json = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.journal.tell(
+            "report",
+            when=report.when,
+            outcome=report.outcome,
+            failed=report.failed,
+            xfail=hasattr(report, "wasxfail"),
+            raised=type(call.excinfo.value).__name__ if call.excinfo else None,
+            stopped=call.stop,
+            report=as_json,
+        )
+        return report
+
+    def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str) -> None:
+        """A warning belongs to the summary of the whole run."""
+        category = warning_message.category
+        self.journal.tell(
+            "warning",
+            text=str(warning_message.message),
+            category=[category.__module__, category.__qualname__],
+            filename=warning_message.filename,
+            lineno=warning_message.lineno,
+        )
+
+    def pytest_enter_pdb(self) -> None:
+        """Somebody looks: the clocks stop, and this rank has the terminal."""
+        self.journal.tell("debugger")
+        _take_terminal(os.getpgrp())
+
+    def pytest_leave_pdb(self) -> None:
+        """The terminal goes back to pytest."""
+        _take_terminal(os.getpgid(os.getppid()))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_exception_interact(self, report: Any) -> None:
+        """One rank at a time may prompt after a failure."""
+        if self.config.option.usepdb and isinstance(report, pytest.TestReport):
+            import fcntl
+
+            self._prompt = (self.folder.path / "prompt").open("w")
+            fcntl.flock(self._prompt, fcntl.LOCK_EX)  # until this process ends
+
+
+def run_here(
+    config: pytest.Config, item: pytest.Item, task: Mapping[str, Any], rank: int
+) -> NoReturn:
+    """Be this rank of this test; the process ends here."""
+    os.environ.update(environment_of(os.environ, task, rank))
+    for name in set(known_variables()) - set(task["environ"]) - _OF_ONE_RANK:
+        os.environ.pop(name, None)
+    me = Rank(config, task, rank)
+    with me.folder.stacks(rank).open("w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(STACKS, stacks, all_threads=True)
+        _pytest.set_base_folder(config, Path(task["own"]) / f"rank-{rank}")
+        if (timeouts := config.pluginmanager.getplugin("timeout")) is not None:
+            config.pluginmanager.unregister(timeouts)  # it watches from outside, over all ranks
+        _silence_xdist(config)
+        config.pluginmanager.register(me, "distctx-rank")
+        one_thread()
+        before = Before()
+        me.journal.tell("start", pid=os.getpid())
+        if is_debugged():
+            me.journal.tell("debugger")
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        if me.stop is not None:
+            interrupt = isinstance(me.stop, KeyboardInterrupt)
+            me.journal.tell("stop", interrupt=interrupt, text=str(me.stop))
+        left = before.what_is_left() if task["guards"] else []
+        me.journal.tell("end", left=left)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)
+
+
+_OF_ONE_RANK = frozenset({"RANK", "LOCAL_RANK"})
+
+
+def environment_of(
+    environ: Mapping[str, str], task: Mapping[str, Any], rank: int
+) -> dict[str, str]:
+    """The variables of this rank, the user's own choice of an interface among them."""
+    ours = dict(task["environ"])
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        ours[name] = environ.get(name, ours[name])
+    return ours | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def one_thread() -> None:
+    """Torch computes in one thread, and obeys the variable for its checks as it is now.
+
+    One thread is also what makes a fork clean: a child whose parent has computed in several waits
+    for ever for threads that it does not have (12 of 12, and 0 of 12 with one).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+        if torch.distributed.is_available():
+            torch.distributed.set_debug_level_from_env()
+
+
+def is_debugged() -> bool:
+    """Whether a debugger is attached to this process; one that measures coverage is none."""
+    if "pydevd" in sys.modules or "debugpy" in sys.modules:
+        return True
+    trace = sys.gettrace()
+    return trace is not None and not type(trace).__module__.startswith("coverage")
+
+
+def skip_without_gpus(needed: int) -> None:
+    """Skip a test of nccl where the machine has fewer GPUs than ranks."""
+    import torch
+
+    have = torch.cuda.device_count()
+    if have < needed:
+        gpus = "GPU" if needed == 1 else "GPUs"
+        pytest.skip(f"needs {needed} {gpus}, have {have}")
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
+    """From now on this process gets a signal when its parent ends; False where it has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
+def _silence_xdist(config: pytest.Config) -> None:
+    """The process that is worker to pytest-xdist speaks with it; its ranks must not."""
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__module__ == "xdist.remote":
+            config.pluginmanager.unregister(plugin)
+
+
+def _take_terminal(group: int) -> None:
+    """Give the terminal to a process group, so that it reads what is typed."""
+    with contextlib.suppress(OSError, ValueError):
+        terminal = os.open("/dev/tty", os.O_RDWR)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
+        try:
+            os.tcsetpgrp(terminal, group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            os.close(terminal)
+
+
+def by_json(nodeid: str, items: Sequence[pytest.Item]) -> pytest.Item | None:
+    """The item of this id."""
+    return next((item for item in items if item.nodeid == nodeid), None)

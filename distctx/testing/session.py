@@ -1,0 +1,169 @@
+"""The run that collected: it starts the ranks of each marked test, and reports what they tell."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from distctx.testing import _pytest
+from distctx.testing.fresh import Fresh
+from distctx.testing.gate import places
+from distctx.testing.marker import Ask, ask_of
+from distctx.testing.rank import by_json, is_debugged, run_here, task_for
+from distctx.testing.verdict import reports_of
+from distctx.testing.watch import Ranks, Story, watch
+from distctx.testing.zygote import Zygote, why_not_fork
+
+__all__ = ["RankTests"]
+
+
+class RankTests:
+    """The plugin of a run that has tests of many ranks."""
+
+    def __init__(self, config: pytest.Config, default_timeout: float) -> None:
+        self.config = config
+        self.default_timeout = default_timeout
+        self.why_fresh: str | None = None
+        self._number = 0
+        # While tests run:
+        self._ranks: Ranks
+        self._folder: Path
+
+    def decide(self) -> None:
+        """Whether ranks may be forked; called when all is collected."""
+        asked = self.config.getoption("distributed_fresh")
+        self.why_fresh = "asked for" if asked else why_not_fork()
+
+    def header(self) -> list[str]:
+        """What the run says of its ranks."""
+        if self.why_fresh is None:
+            return []
+        return [f"distctx: each rank is a fresh process that collects again ({self.why_fresh})"]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
+        """Fork what forks the ranks before any test runs; end it after the last."""
+        if session.config.option.collectonly or session.testsfailed:
+            return (yield)
+        _pytest.base_folder(self.config)  # made now, so that no rank makes one of its own
+        with tempfile.TemporaryDirectory(prefix="distctx-", ignore_cleanup_errors=True) as folder:
+            self._folder = Path(folder)
+            if self.why_fresh is None:
+                self._ranks = Zygote(self.config, self._be_rank(session))
+            else:
+                self._ranks = Fresh(self.config)
+            try:
+                return (yield)
+            finally:
+                self._ranks.close()
+
+    def _be_rank(self, session: pytest.Session) -> Callable[[Mapping[str, Any], int], NoReturn]:
+        def be_rank(task: Mapping[str, Any], rank: int) -> NoReturn:
+            item = by_json(task["nodeid"], session.items)
+            if item is None:
+                raise LookupError(f"{task['nodeid']} is not among the tests")
+            self.config.pluginmanager.unregister(self)
+            run_here(self.config, item, task, rank)
+
+        return be_rank
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
+        """Run a marked test on ranks of its own."""
+        ask = ask_of(item, self.default_timeout)
+        if ask is None or not ask.in_ranks:
+            return None
+        log = item.ihook.pytest_runtest_logreport
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        stories = self._run(item, ask)
+        self._pass_on(item, stories)
+        for report in reports_of(item, stories, self.header()):
+            log(report=report)
+        # What was set up in this process, and serves no test to come, ends now, as after any test.
+        end = pytest.CallInfo.from_call(
+            lambda: _pytest.tear_down_for(item, nextitem), when="teardown"
+        )
+        if end.excinfo is not None:
+            log(report=pytest.TestReport.from_item_and_call(item, end))
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _run(self, item: pytest.Item, ask: Ask) -> list[Story]:
+        self._number += 1
+        folder = self._folder / str(self._number)
+        folder.mkdir()
+        own = self._kept_folder(item, folder)
+        task = task_for(item, ask, folder, own, _free_port())
+        clocks = not (self.config.option.usepdb or self.config.option.trace or is_debugged())
+        with places(self._common_folder(), ask.world_size):
+            stories = watch(self._ranks, task, ask.timeout or math.inf, clocks=clocks)
+        if isinstance(self._ranks, Zygote) and self._ranks.is_gone:
+            self._ranks.close()
+            self._ranks = Fresh(self.config)
+            self.why_fresh = "the process that forked ranks has ended"
+        return stories
+
+    def _kept_folder(self, item: pytest.Item, folder: Path) -> Path:
+        """Where the folders stand that the test sees; kept as long as ``tmp_path`` is."""
+        if _pytest.base_folder(self.config) is None:
+            return folder
+        return _pytest.new_folder(self.config, re.sub(r"\W", "_", item.name)[:30])
+
+    def _common_folder(self) -> Path | None:
+        """A folder that all workers of this run share, or None where there are none."""
+        if not hasattr(self.config, "workerinput"):
+            return None
+        base = _pytest.base_folder(self.config)
+        return None if base is None else base.parent
+
+    def _pass_on(self, item: pytest.Item, stories: list[Story]) -> None:
+        """Warnings of the ranks, each once; and what ends the whole run."""
+        events = [event for story in stories for event in story.events]
+        told = {
+            (event["text"], *event["category"], event["filename"], event["lineno"]): None
+            for event in events
+            if event["event"] == "warning"
+        }
+        for text, module, name, filename, lineno in told:
+            warning = warnings.WarningMessage(_warning(text, module, name), None, filename, lineno)  # type: ignore[arg-type]
+            warning.category = type(warning.message)  # type: ignore[assignment]
+            self.config.hook.pytest_warning_recorded.call_historic(
+                kwargs={
+                    "warning_message": warning,
+                    "when": "runtest",
+                    "nodeid": item.nodeid,
+                    "location": None,
+                }
+            )
+        for event in events:
+            if event["event"] == "stop":
+                if event["interrupt"]:
+                    raise KeyboardInterrupt(event["text"])
+                pytest.exit(event["text"])
+
+
+def _warning(text: str, module: str, name: str) -> Warning:
+    """A warning of the category that a rank names."""
+    try:
+        category = getattr(importlib.import_module(module), name)
+        return category(text)  # type: ignore[no-any-return]
+    except Exception:  # it is the test's own, and can be made in other ways only
+        return UserWarning(f"{name}: {text}")
+
+
+def _free_port() -> int:
+    """For a test that starts its group from the environment; nobody listens there else."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
