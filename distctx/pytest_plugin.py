@@ -6,9 +6,12 @@ until a test is marked, or asks for one of its fixtures.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ import pytest
 from distctx.testing import WORLD
 
 if TYPE_CHECKING:
+    from distctx.environment import LaunchEnvironment
     from distctx.runtime import DistributedRuntime
     from distctx.testing.session import RankTests
 
@@ -34,6 +38,7 @@ _MARKER = (
 
 _tests: pytest.StashKey[RankTests] = pytest.StashKey()
 _failed: pytest.StashKey[bool] = pytest.StashKey()
+_launch: pytest.StashKey[LaunchEnvironment | None] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,6 +67,31 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FreshRank(config, task), "distctx-fresh-rank")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
+    """Under a launcher rank 0 speaks for all; another rank speaks only where it can't go on."""
+    rank = _launched()
+    if rank is None or "_DISTCTX_TEST_RANK" in os.environ:
+        return (yield)
+    from distctx.testing.launched import launch
+
+    config.stash[_launch] = launch()
+    if config.stash[_launch] is None or rank == "0":
+        return (yield)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):  # the terminal reporter writes to what it finds there
+        status = yield
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        print(said.getvalue(), file=sys.stderr)
+    return status
+
+
+def _launched() -> str | None:
+    """The rank by which a launcher started this process, as far as one look tells."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+    return next((rank for name in names if (rank := os.environ.get(name))), None)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if (mark := metafunc.definition.get_closest_marker("distributed")) is not None:
         from distctx.testing.marker import parametrize
@@ -79,12 +109,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.pluginmanager.hasplugin("distctx-fresh-rank"):
         return
-    if any(item.get_closest_marker("distributed") is not None for item in session.items):
+    if not any(item.get_closest_marker("distributed") is not None for item in session.items):
+        return
+    config = session.config
+    timeout = _timeout(config)
+    plugin: Any
+    if (launch := config.stash.get(_launch, None)) is not None:
+        from distctx.testing.launched import Follower, Lead
+
+        plugin = (Follower if launch.rank else Lead)(config, launch, timeout)
+    else:
         from distctx.testing.session import RankTests
 
-        tests = session.config.stash[_tests] = RankTests(session.config, _timeout(session.config))
-        tests.decide()
-        session.config.pluginmanager.register(tests, "distctx-tests")
+        plugin = config.stash[_tests] = RankTests(config, timeout)
+        plugin.decide()
+    config.pluginmanager.register(plugin, "distctx-tests")
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -11,13 +11,13 @@ from _pytest.runner import runtestprotocol
 __all__ = ["base_folder", "capture", "new_folder", "run_item", "set_base_folder", "tear_down_for"]
 
 
-def run_item(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-    """Set up, call and tear down, and return the reports without logging them.
+def run_item(item: pytest.Item) -> None:
+    """Set up, call and tear down all, without logging the reports.
 
     The public hook logs each report in this process, where a rank's reports belong to another.
     pytest-forked and pytest-rerunfailures stand on the same function.
     """
-    return runtestprotocol(item, nextitem=nextitem, log=False)
+    runtestprotocol(item, nextitem=None, log=False)
 
 
 def tear_down_for(item: pytest.Item, nextitem: pytest.Item | None) -> None:

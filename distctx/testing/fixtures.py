@@ -57,7 +57,7 @@ class Maker:
             if ask.timeout is not None:
                 times = {"timeout": ask.timeout + _LONGER, "rendezvous_timeout": ask.timeout}
             alone: dict[str, Any] = {"rank": 0, "world_size": 1}
-            world = alone if self.rank is None else self.rank.runtime_arguments()
+            world = alone if self.rank is None else self.rank.meeting
             runtime = DistributedRuntime(**({"backend": backend} | times | world | given))
         self._made.append(runtime)
         return runtime

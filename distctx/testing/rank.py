@@ -8,7 +8,7 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,6 +27,7 @@ __all__ = [
     "ONE_THREAD",
     "STACKS",
     "Rank",
+    "Teller",
     "by_json",
     "die_with_parent",
     "is_debugged",
@@ -78,43 +79,36 @@ def task_for(item: pytest.Item, ask: Ask, folder: Path, own: Path, port: int) ->
     }
 
 
-class Rank:
-    """The plugin of a rank process."""
+class Teller:
+    """The plugin of one rank while it runs a test; tells of it by ``tell(event, **what)``.
 
-    def __init__(self, config: pytest.Config, task: Mapping[str, Any], rank: int) -> None:
-        self.config = config
-        self.task = task
-        self.rank = rank
-        self.shared = Path(task["own"]) / "shared"
-        self.shared.mkdir(exist_ok=True)
-        self.folder = Folder(Path(task["folder"]))
-        self.journal = Journal(self.folder.journal(rank))
-        #: What pytest raised to end the whole session, if it did.
-        self.stop: BaseException | None = None
+    ``pytest_plugin`` finds it under the name ``NAME``.
+    """
 
-    def runtime_arguments(self) -> dict[str, Any]:
-        """How a runtime of this rank finds the others: in a file."""
-        place = self.folder.path.absolute() / "store"
-        return {
-            "rank": self.rank,
-            "world_size": self.task["world_size"],
-            "init_method": f"file://{place}",
-        }
+    NAME = "distctx-rank"
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        """Run it, and log nothing here: reports go to the journal as they are made."""
+    def __init__(
+        self, config: pytest.Config, tell: Callable[..., None], backend: str, world_size: int
+    ) -> None:
+        self.config, self.tell = config, tell
+        self.backend, self.world_size = backend, world_size
+        #: How a runtime of this rank finds the others, beyond what the environment says.
+        self.meeting: dict[str, Any] = {}
+        #: The folder that all ranks share.
+        self.shared: Path | None = None
+
+    def run(self, item: pytest.Item) -> None:
+        """Run the test, and log nothing here: its reports are told as they are made."""
         try:
-            _pytest.run_item(item, nextitem)
+            _pytest.run_item(item)
         except (pytest.exit.Exception, KeyboardInterrupt) as stop:
-            self.stop = stop
-        return True
+            self.tell("stop", interrupt=isinstance(stop, KeyboardInterrupt), text=str(stop))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Skip what this machine lacks the GPUs for."""
-        if self.task["backend"] == "nccl":
-            skip_without_gpus(self.task["world_size"])
+        if self.backend == "nccl":
+            skip_without_gpus(self.world_size)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -123,7 +117,7 @@ class Rank:
         """Each report, as it is after every plugin has seen it."""
         report = yield
         as_json = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.journal.tell(
+        self.tell(
             "report",
             when=report.when,
             outcome=report.outcome,
@@ -138,7 +132,7 @@ class Rank:
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str) -> None:
         """A warning belongs to the summary of the whole run."""
         category = warning_message.category
-        self.journal.tell(
+        self.tell(
             "warning",
             text=str(warning_message.message),
             category=[category.__module__, category.__qualname__],
@@ -146,9 +140,32 @@ class Rank:
             lineno=warning_message.lineno,
         )
 
+
+class Rank(Teller):
+    """The plugin of a process that is one rank of one test, and nothing else."""
+
+    def __init__(self, config: pytest.Config, task: Mapping[str, Any], rank: int) -> None:
+        self.folder = Folder(Path(task["folder"]))
+        journal = Journal(self.folder.journal(rank))
+        super().__init__(config, journal.tell, task["backend"], task["world_size"])
+        place = self.folder.path.absolute() / "store"
+        self.meeting = {
+            "rank": rank,
+            "world_size": self.world_size,
+            "init_method": f"file://{place}",
+        }
+        self.shared = Path(task["own"]) / "shared"
+        self.shared.mkdir(exist_ok=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
+        """In place of pytest's own, which logs reports here."""
+        self.run(item)
+        return True
+
     def pytest_enter_pdb(self) -> None:
         """Somebody looks: the clocks stop, and this rank has the terminal."""
-        self.journal.tell("debugger")
+        self.tell("debugger")
         _take_terminal(os.getpgrp())
 
     def pytest_leave_pdb(self) -> None:
@@ -180,18 +197,15 @@ def run_here(
         if (timeouts := config.pluginmanager.getplugin("timeout")) is not None:
             config.pluginmanager.unregister(timeouts)  # it watches from outside, over all ranks
         _silence_xdist(config)
-        config.pluginmanager.register(me, "distctx-rank")
+        config.pluginmanager.register(me, Rank.NAME)
         one_thread()
         before = Before()
-        me.journal.tell("start", pid=os.getpid())
+        me.tell("start", pid=os.getpid())
         if is_debugged():
-            me.journal.tell("debugger")
+            me.tell("debugger")
         item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
-        if me.stop is not None:
-            interrupt = isinstance(me.stop, KeyboardInterrupt)
-            me.journal.tell("stop", interrupt=interrupt, text=str(me.stop))
         left = before.what_is_left() if task["guards"] else []
-        me.journal.tell("end", left=left)
+        me.tell("end", left=left)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

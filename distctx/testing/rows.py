@@ -24,7 +24,8 @@ __all__ = ["Row", "folded", "in_order_of_guilt", "rows_of", "table"]
 _OTHERS_FAULT = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset)(?: by peer)?|broken pipe|connection refused"
     r"|remote process exited|ncclRemoteError|pair closure|lost the store|"
-    r"errors while waiting for send/recv from rank|failed to pass monitoredBarrier",
+    r"errors while waiting for send/recv from rank|failed to pass monitoredBarrier"
+    r"|Monitored ?Barrier encountered error",
     re.IGNORECASE,
 )
 #: What differs between ranks that failed alike.
@@ -160,7 +161,12 @@ class _Reader:
 
     def __init__(self, story: Story, began: float, folder: Path) -> None:
         self.story, self.began, self.folder = story, began, folder
-        self.phases = [report["when"] for report in story.reports()]
+        stopped = story.event("stopped")
+        self.phases = [
+            report["when"]
+            for report in story.reports()
+            if stopped is None or report["at"] < stopped["at"]
+        ]
 
     def row(self) -> Row:
         story = self.story

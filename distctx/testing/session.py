@@ -8,7 +8,7 @@ import re
 import socket
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from distctx.testing.verdict import reports_of
 from distctx.testing.watch import Ranks, Story, watch
 from distctx.testing.zygote import Zygote, why_not_fork
 
-__all__ = ["RankTests"]
+__all__ = ["RankTests", "kept_folder", "pass_on", "report_on"]
 
 
 class RankTests:
@@ -84,26 +84,14 @@ class RankTests:
         ask = ask_of(item, self.default_timeout)
         if ask is None or not ask.in_ranks:
             return None
-        log = item.ihook.pytest_runtest_logreport
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        stories = self._run(item, ask)
-        self._pass_on(item, stories)
-        for report in reports_of(item, stories, self.header()):
-            log(report=report)
-        # What was set up in this process, and serves no test to come, ends now, as after any test.
-        end = pytest.CallInfo.from_call(
-            lambda: _pytest.tear_down_for(item, nextitem), when="teardown"
-        )
-        if end.excinfo is not None:
-            log(report=pytest.TestReport.from_item_and_call(item, end))
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        report_on(item, nextitem, lambda: reports_of(item, self._run(item, ask), self.header()))
         return True
 
     def _run(self, item: pytest.Item, ask: Ask) -> list[Story]:
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir()
-        own = self._kept_folder(item, folder)
+        own = kept_folder(item) or folder
         task = task_for(item, ask, folder, own, _free_port())
         clocks = not (self.config.option.usepdb or self.config.option.trace or is_debugged())
         with places(self._common_folder(), ask.world_size):
@@ -112,13 +100,8 @@ class RankTests:
             self._ranks.close()
             self._ranks = Fresh(self.config)
             self.why_fresh = "the process that forked ranks has ended"
+        pass_on(item, [event for story in stories for event in story.events])
         return stories
-
-    def _kept_folder(self, item: pytest.Item, folder: Path) -> Path:
-        """Where the folders stand that the test sees; kept as long as ``tmp_path`` is."""
-        if _pytest.base_folder(self.config) is None:
-            return folder
-        return _pytest.new_folder(self.config, re.sub(r"\W", "_", item.name)[:30])
 
     def _common_folder(self) -> Path | None:
         """A folder that all workers of this run share, or None where there are none."""
@@ -127,30 +110,59 @@ class RankTests:
         base = _pytest.base_folder(self.config)
         return None if base is None else base.parent
 
-    def _pass_on(self, item: pytest.Item, stories: list[Story]) -> None:
-        """Warnings of the ranks, each once; and what ends the whole run."""
-        events = [event for story in stories for event in story.events]
-        told = {
-            (event["text"], *event["category"], event["filename"], event["lineno"]): None
-            for event in events
-            if event["event"] == "warning"
-        }
-        for text, module, name, filename, lineno in told:
-            warning = warnings.WarningMessage(_warning(text, module, name), None, filename, lineno)  # type: ignore[arg-type]
-            warning.category = type(warning.message)  # type: ignore[assignment]
-            self.config.hook.pytest_warning_recorded.call_historic(
-                kwargs={
-                    "warning_message": warning,
-                    "when": "runtest",
-                    "nodeid": item.nodeid,
-                    "location": None,
-                }
-            )
-        for event in events:
-            if event["event"] == "stop":
-                if event["interrupt"]:
-                    raise KeyboardInterrupt(event["text"])
-                pytest.exit(event["text"])
+
+def kept_folder(item: pytest.Item) -> Path | None:
+    """Where the folders stand that a test sees; kept as long as any ``tmp_path`` is."""
+    if _pytest.base_folder(item.config) is None:
+        return None
+    return _pytest.new_folder(item.config, re.sub(r"\W", "_", item.name)[:30])
+
+
+def report_on(
+    item: pytest.Item,
+    nextitem: pytest.Item | None,
+    run: Callable[[], Sequence[pytest.TestReport]],
+) -> None:
+    """Run a test in pytest's place, and log its reports."""
+    log = item.ihook.pytest_runtest_logreport
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in run():
+        log(report=report)
+    # What was set up in this process, and serves no test to come, ends now, as after any test.
+    end = pytest.CallInfo.from_call(lambda: _pytest.tear_down_for(item, nextitem), when="teardown")
+    if end.excinfo is not None:
+        log(report=pytest.TestReport.from_item_and_call(item, end))
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+def pass_on(item: pytest.Item, events: Sequence[Mapping[str, Any]]) -> None:
+    """Warnings of the ranks, each once; and what ends the whole run."""
+    told = {
+        (event["text"], *event["category"], event["filename"], event["lineno"]): None
+        for event in events
+        if event["event"] == "warning"
+    }
+    for text, module, name, filename, lineno in told:
+        warning = warnings.WarningMessage(
+            _warning(text, module, name),
+            None,  # type: ignore[arg-type]
+            filename,
+            lineno,
+        )
+        warning.category = type(warning.message)  # type: ignore[assignment]
+        item.config.hook.pytest_warning_recorded.call_historic(
+            kwargs={
+                "warning_message": warning,
+                "when": "runtest",
+                "nodeid": item.nodeid,
+                "location": None,
+            }
+        )
+    for event in events:
+        if event["event"] == "stop":
+            if event["interrupt"]:
+                raise KeyboardInterrupt(event["text"])
+            pytest.exit(event["text"])
 
 
 def _warning(text: str, module: str, name: str) -> Warning:
