@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from launch import LAUNCH_VARIABLES
+from suites import suite
+
+__all__ = ["suite"]
 
 
 @pytest.fixture(autouse=True)

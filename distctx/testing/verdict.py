@@ -145,7 +145,8 @@ class _Verdict:
 
     def _report(self, as_json: Mapping[str, Any]) -> pytest.TestReport:
         config = self.item.config
-        report = config.hook.pytest_report_from_serializable(config=config, data=dict(as_json))
+        data = {key: _with_tuples(key, value) for key, value in as_json.items()}
+        report = config.hook.pytest_report_from_serializable(config=config, data=data)
         return cast(pytest.TestReport, report)
 
     def _sections(self) -> list[tuple[str, str]]:
@@ -195,10 +196,19 @@ class _Verdict:
         ]
 
 
+def _with_tuples(key: str, value: Any) -> Any:
+    """What pytest has as tuples, which JSON knows only as lists."""
+    if key in ("location", "longrepr") and isinstance(value, list):
+        return tuple(value)
+    if key in ("sections", "user_properties"):
+        return [tuple(each) for each in value]
+    return value
+
+
 def _annotated(report: Mapping[str, Any], rank: int, heading: str) -> dict[str, Any]:
     """A rank's own report of an exception, under a line that names the rank."""
     longrepr = dict(report["longrepr"])
-    head = {"type": "ReprEntryNative", "data": {"lines": [heading + "\n\n"]}}
+    head = {"type": "ReprEntryNative", "data": {"lines": [heading + "\n"]}}
     # pytest prints the chain, where there is one, and takes its summary's words from its end.
     chain = longrepr.get("chain") or [[longrepr["reprtraceback"], longrepr["reprcrash"], None]]
     chain[0][0]["reprentries"] = [head, *chain[0][0]["reprentries"]]

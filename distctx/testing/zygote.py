@@ -27,7 +27,7 @@ import pytest
 from distctx.testing import _pytest
 from distctx.testing.guards import children
 from distctx.testing.journal import Folder
-from distctx.testing.rank import STACKS, die_with_parent, one_thread
+from distctx.testing.rank import ONE_THREAD, STACKS, die_with_parent, one_thread
 
 __all__ = ["Exit", "Zygote", "why_not_fork"]
 
@@ -187,14 +187,15 @@ def _nothing_captured(config: pytest.Config) -> Any:
     if manager is None or not manager.is_globally_capturing():
         yield
         return
-    manager.suspend_global_capture(in_=True)
     waiting = manager.read_global_capture()
     try:
         yield
     finally:
-        manager.resume_global_capture()
-        sys.stdout.write(waiting.out)
-        sys.stderr.write(waiting.err)
+        if waiting.out or waiting.err:
+            manager.resume_global_capture()
+            sys.stdout.write(waiting.out)
+            sys.stderr.write(waiting.err)
+            manager.suspend_global_capture()
 
 
 class _Nursery:
@@ -219,6 +220,7 @@ class _Nursery:
         try:
             self._prepare()
             self.parent.sendall(b"1\n")
+            self._warm_up()  # while the parent runs what comes before the first ranks
             self._serve()
         finally:
             self._kill()
@@ -238,6 +240,16 @@ class _Nursery:
         os.set_blocking(self.ended, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+
+    def _warm_up(self) -> None:
+        """What every rank would have to do, and what makes their forks light, done once."""
+        os.environ.update(ONE_THREAD)
+        with contextlib.suppress(ImportError):  # the test will say so
+            import distctx.runtime
+            import distctx.start  # noqa: F401
+        one_thread()
+        gc.collect()
+        gc.freeze()  # so that a rank that collects copies none of it
 
     def _serve(self) -> None:
         unread = b""
@@ -267,15 +279,6 @@ class _Nursery:
                 os.kill(pid, request["signal"])
 
     def _start(self, task: Mapping[str, Any]) -> None:
-        os.environ.update(
-            {name: task["environ"][name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        )
-        with contextlib.suppress(ImportError):  # the test will say so
-            import distctx.runtime
-            import distctx.start  # noqa: F401
-        one_thread()
-        gc.collect()
-        gc.freeze()
         self.folder = Folder(Path(task["folder"]))
         for rank in range(task["world_size"]):
             mine, theirs = socket.socketpair()
