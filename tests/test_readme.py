@@ -1,8 +1,8 @@
 """README.rst is true: its programs and its commands run, and print what it says.
 
 A comment ``.. test: HOW`` stands before each block that is run: ``python``, ``torchrun N``,
-``shell``, ``env`` or ``check``; ``output`` is what the block before it prints. The two set-up lines
-are run by .ci/run.
+``pytest OUTCOME``, ``shell``, ``env`` or ``check``; ``output`` is what the block before it prints,
+``report`` what it says of a failure. The two set-up lines are run by .ci/run.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ def test_programs(index: int, tmp_path: Path) -> None:
     """Every Python block runs as it says, and prints the output that README.rst shows."""
     block = BLOCKS[index]
     how, _, nproc = block.how.partition(" ")
+    if how == "pytest":
+        check_suite(block, BLOCKS[index + 1], nproc, tmp_path)
+        return
     assert how in ("python", "torchrun"), "a Python block without a way to run it"
     program = tmp_path / "program.py"
     program.write_text(block.text)
@@ -83,6 +86,18 @@ def test_programs(index: int, tmp_path: Path) -> None:
             left = left.replace(line, "", 1)
         left = re.sub(r"\[Gloo\].*", "", left)  # of torch 2.8 and 2.9
         assert not left.strip()  # ranks print at once, so line ends may stand anywhere
+
+
+def check_suite(suite: Block, shown: Block, outcome: str, folder: Path) -> None:
+    """A suite ends as README.rst says, and says what it shows, in that order."""
+    (folder / "test_program.py").write_text(suite.text)
+    done = run("-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", cwd=folder)
+    assert f"= {outcome} in " in done.stdout, done.stdout
+    assert shown.how == "report"
+    left = re.sub(r"\d\.\d\d( to \d\.\d\d)? s *", "TIME ", done.stdout)
+    for line in re.sub(r"\d\.\d\d( to \d\.\d\d)? s *", "TIME ", shown.text).splitlines():
+        _, found, left = left.partition(line.strip())
+        assert found, f"{line}\n{done.stdout}"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +126,10 @@ def test_every_block_is_run_or_is_a_known_line() -> None:
     left = [b.text for b in BLOCKS if not b.how]
     ci = (HERE.parent / ".ci" / "run").read_text()
     assert left.pop(0) == "$ torchrun --nproc-per-node 4 where.py\n"
+    settings = [text for text in left if text.startswith("[run]")]  # test_pytest_others.py has it
+    left = [text for text in left if text not in settings]
     assert len(left) == 2
+    assert len(settings) == 1
     for text in left:
         for command in text.removeprefix("$ ").strip().split(" && "):
             assert command in ci

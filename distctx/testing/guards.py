@@ -82,7 +82,7 @@ class Before:
 
 def _is_torchs(hook: Any) -> bool:
     """Whether torch put it there: starting a group does, and no end of it takes it away."""
-    return getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d"
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def left_group() -> str | None:

@@ -149,7 +149,8 @@ class _Alarm:
 
     def __init__(self, store: Store, number: int, rank: int, ask: Ask, tell: Any) -> None:
         self.store, self.key, self.rank, self.tell = store, f"{number}/failed", rank, tell
-        self.end = time.monotonic() + (ask.timeout or 0.0)
+        self.seconds = ask.timeout or 0.0
+        self.end = time.monotonic() + self.seconds
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="distctx-alarm", daemon=True)
         self.why = ""
@@ -178,7 +179,7 @@ class _Alarm:
                     self._strike(f"{GRACE:g} s after rank {first} had failed", int(first))
                     return
             if time.monotonic() > self.end:
-                self._strike("the test's time was over", None)
+                self._strike(f"the test's {self.seconds:g} s were over", None)
                 return
 
     def _strike(self, why: str, cause: int | None) -> None:
