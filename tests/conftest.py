@@ -12,12 +12,16 @@ from suites import suite
 
 __all__ = ["suite"]
 
+#: A project of its own, which test_pytest_plugin.py runs as such.
+collect_ignore = ["downstream"]
+
 
 @pytest.fixture(autouse=True)
-def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launch around the test, and no process group, hook or open runtime left behind by it."""
-    for name in LAUNCH_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+def no_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launch around the test, unless it is a rank; no process group and no hook left behind."""
+    if request.node.get_closest_marker("distributed") is None:
+        for name in LAUNCH_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
     hook = sys.excepthook
     if "distctx.stores" in sys.modules:
         monkeypatch.setattr("distctx.stores._kept", {})

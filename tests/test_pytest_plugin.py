@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from launch import HERE
+
 
 def test_a_run_that_does_not_use_it_loads_nothing(pytester, suite):
     """Neither torch nor the rest of distctx is imported; markers and fixtures are documented."""
@@ -138,6 +140,14 @@ def test_rewritten_assert(distributed_runtime):
     ):
         assert named in run.text
     assert "not here either" in run.text
+
+
+def test_a_project_downstream(pytester, suite):
+    """A project that knows only the installed plugin tests its code on 2 and 4 ranks."""
+    for path in (HERE / "downstream").glob("*.py"):
+        pytester.makepyfile(**{path.stem: path.read_text()})
+    result = pytester.runpytest_subprocess("-p", "no:randomly")
+    result.assert_outcomes(passed=8)
 
 
 def test_world_sizes_can_be_selected(suite):
