@@ -70,13 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     """Under a launcher rank 0 speaks for all; another rank speaks only where it can't go on."""
-    rank = _launched()
-    if rank is None or "_DISTCTX_TEST_RANK" in os.environ:
-        return (yield)
-    from distctx.testing.launched import launch
-
-    config.stash[_launch] = launch()
-    if config.stash[_launch] is None or rank == "0":
+    launch = config.stash[_launch] = _find_launch()
+    if launch is None or launch.rank == 0:
         return (yield)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):  # the terminal reporter writes to what it finds there
@@ -86,10 +81,19 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     return status
 
 
-def _launched() -> str | None:
-    """The rank by which a launcher started this process, as far as one look tells."""
+def _find_launch() -> LaunchEnvironment | None:
+    """The launch that this pytest is a rank of, or None."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-    return next((rank for name in names if (rank := os.environ.get(name))), None)
+    if "_DISTCTX_TEST_RANK" in os.environ or not any(name in os.environ for name in names):
+        return None
+    from distctx.environment import LaunchEnvironment
+    from distctx.exceptions import LaunchEnvironmentError
+
+    try:
+        launch = LaunchEnvironment.detect()
+    except LaunchEnvironmentError:  # half a launch: a shell on a cluster, mostly
+        return None
+    return launch if launch.world_size > 1 else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

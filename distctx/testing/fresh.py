@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from distctx.testing.journal import Folder, Journal
-from distctx.testing.rank import ONE_THREAD, STACKS, by_json, die_with_parent, run_here
+from distctx.testing.rank import ONE_THREAD, STACKS, die_with_parent, item_of, run_here
 from distctx.testing.zygote import Exit
 
 __all__ = ["TASK", "Fresh", "FreshRank"]
@@ -125,7 +125,7 @@ class FreshRank:
     def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
         """In place of all tests, the one."""
         nodeid = self.task["nodeid"]
-        item = by_json(nodeid, session.items)
+        item = item_of(nodeid, session.items)
         if item is None:
             journal = Journal(Folder(Path(self.task["folder"])).journal(self.rank))
             journal.tell("absent", text=f"a fresh pytest did not collect {nodeid} again")

@@ -26,19 +26,19 @@ from typing import Any
 import pytest
 
 from distctx.environment import LaunchEnvironment
-from distctx.exceptions import LaunchEnvironmentError
+from distctx.exceptions import DistctxError
 from distctx.rendezvous import meet
 from distctx.reports import list_ranks
 from distctx.stores import PrefixStore, Store, await_key, open_store, peek, wait_for_count
 from distctx.testing import _pytest
 from distctx.testing.guards import Before, left_group
 from distctx.testing.marker import Ask, ask_of
-from distctx.testing.rank import STACKS, Teller, by_json
+from distctx.testing.rank import STACKS, Teller, item_of
 from distctx.testing.session import kept_folder, pass_on, report_on
 from distctx.testing.verdict import failure_here, reports_of
 from distctx.testing.watch import GRACE, Story
 
-__all__ = ["Follower", "Lead", "launch"]
+__all__ = ["Follower", "Lead"]
 
 #: Seconds: for all ranks to meet before the first test, and for each to begin the next one.
 _MEETING, _BEGIN = 120.0, 30.0
@@ -59,7 +59,13 @@ class Party:
         self.store: Store
 
     def meet(self) -> None:
-        """Find a part of the store that is this run's alone."""
+        """Find a part of the store that is this run's alone; the run ends where ranks are absent."""
+        try:
+            self.store = PrefixStore("tests", self._meet())
+        except DistctxError as error:
+            pytest.exit(str(error), returncode=1)
+
+    def _meet(self) -> Store:
         bound = timedelta(seconds=_MEETING)
         store, place = open_store(self.environment, None, bound)
         purpose = "to run tests"
@@ -67,7 +73,7 @@ class Party:
             PrefixStore("distctx-pytest", store), self.rank, self.world_size, {}, bound,
             place=place, purpose=purpose,
         )  # fmt: skip
-        self.store = PrefixStore("tests", meeting.store)
+        return meeting.store
 
     def take_part(
         self, number: int, item: pytest.Item, ask: Ask, folder: Path | None
@@ -325,7 +331,7 @@ class Follower(Party):
     def _run(
         self, session: pytest.Session, number: int, test: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        item = by_json(test["nodeid"], session.items)
+        item = item_of(test["nodeid"], session.items)
         ask = None if item is None else ask_of(item, self.default_timeout)
         if item is None or ask is None:
             return [{"event": "absent", "at": 0.0, "text": f"it did not collect {test['nodeid']}"}]
@@ -351,12 +357,3 @@ def _skipped(item: pytest.Item, why: str) -> pytest.TestReport:
     path, line, _ = item.reportinfo()
     report.longrepr = str(path), (line or 0) + 1, f"Skipped: {why}"
     return report
-
-
-def launch() -> LaunchEnvironment | None:
-    """The launch that this pytest is a rank of, or None."""
-    try:
-        environment = LaunchEnvironment.detect()
-    except LaunchEnvironmentError:
-        return None
-    return environment if environment.world_size > 1 else None

@@ -28,9 +28,9 @@ __all__ = [
     "STACKS",
     "Rank",
     "Teller",
-    "by_json",
     "die_with_parent",
     "is_debugged",
+    "item_of",
     "one_thread",
     "run_here",
     "skip_without_gpus",
@@ -282,6 +282,6 @@ def _take_terminal(group: int) -> None:
             os.close(terminal)
 
 
-def by_json(nodeid: str, items: Sequence[pytest.Item]) -> pytest.Item | None:
+def item_of(nodeid: str, items: Sequence[pytest.Item]) -> pytest.Item | None:
     """The item of this id."""
     return next((item for item in items if item.nodeid == nodeid), None)

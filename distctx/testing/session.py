@@ -18,7 +18,7 @@ from distctx.testing import _pytest
 from distctx.testing.fresh import Fresh
 from distctx.testing.gate import places
 from distctx.testing.marker import Ask, ask_of
-from distctx.testing.rank import by_json, is_debugged, run_here, task_for
+from distctx.testing.rank import is_debugged, item_of, run_here, task_for
 from distctx.testing.verdict import reports_of
 from distctx.testing.watch import Ranks, Story, watch
 from distctx.testing.zygote import Zygote, why_not_fork
@@ -52,7 +52,7 @@ class RankTests:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
         """Fork what forks the ranks before any test runs; end it after the last."""
-        if session.config.option.collectonly or session.testsfailed:
+        if session.config.option.collectonly:
             return (yield)
         _pytest.base_folder(self.config)  # made now, so that no rank makes one of its own
         with tempfile.TemporaryDirectory(prefix="distctx-", ignore_cleanup_errors=True) as folder:
@@ -68,7 +68,7 @@ class RankTests:
 
     def _be_rank(self, session: pytest.Session) -> Callable[[Mapping[str, Any], int], NoReturn]:
         def be_rank(task: Mapping[str, Any], rank: int) -> NoReturn:
-            item = by_json(task["nodeid"], session.items)
+            item = item_of(task["nodeid"], session.items)
             if item is None:
                 raise LookupError(f"{task['nodeid']} is not among the tests")
             self.config.pluginmanager.unregister(self)

@@ -73,7 +73,11 @@ class Story:
 
     def first_failure(self) -> float | None:
         """When the first thing went wrong that its rank itself knows of."""
-        times = [report["at"] for report in self.reports() if report["failed"] or report["xfail"]]
+        times = [
+            report["at"]
+            for report in self.reports()
+            if report["failed"] or (report["xfail"] and report["outcome"] == "skipped")
+        ]
         return min(times, default=None)
 
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -147,14 +148,14 @@ class Zygote:
         """End the zygote, and with it all ranks."""
         self._socket.close()
         end = time.monotonic() + 5
-        while True:
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
-                    if time.monotonic() > end:
-                        os.kill(self.pid, signal.SIGKILL)
-                    time.sleep(0.002)
-                    continue
-            return
+        with contextlib.suppress(
+            ChildProcessError, ProcessLookupError
+        ):  # somebody else has waited for it
+            os.kill(self.pid, signal.SIGTERM)
+            while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > end:
+                    os.kill(self.pid, signal.SIGKILL)
+                time.sleep(0.002)
 
     def _ask(self, request: Mapping[str, Any]) -> None:
         try:
@@ -222,6 +223,8 @@ class _Nursery:
             self.parent.sendall(b"1\n")
             self._warm_up()  # while the parent runs what comes before the first ranks
             self._serve()
+        except Exception:
+            traceback.print_exc()  # on the terminal: the parent will say only that this one ended
         finally:
             self._kill()
             os._exit(0)
@@ -309,6 +312,8 @@ class _Nursery:
                 if self.config.option.capture == "fd":
                     socket.send_fds(way, [b"1"], [1, 2])
             self.run(task, rank)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
 
