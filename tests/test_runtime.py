@@ -780,6 +780,7 @@ def nccl(monkeypatch):
     """An open runtime with a mesh whose world believes that it is NCCL's, since there is no GPU
     here: only what it decides is tested. Gives it, and the calls that end groups."""
     calls, answer = [], threading.Event()
+    threads = set(threading.enumerate())
 
     def ends(name, hangs):
         def end(*groups):
@@ -803,6 +804,8 @@ def nccl(monkeypatch):
     rt._hold.world.backend = "nccl"
     yield rt, hang, calls
     answer.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)  # one that was given up must not go on into the next test
     rt.close(abort=True)
     destroy()
 

@@ -59,7 +59,7 @@ class Party:
         self.store: Store
 
     def meet(self) -> None:
-        """Find a part of the store that is this run's alone; the run ends where ranks are absent."""
+        """Find a part of the store that is this run's alone; ends the run where ranks are absent."""
         try:
             self.store = PrefixStore("tests", self._meet())
         except DistctxError as error:
