@@ -73,6 +73,9 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     launch = config.stash[_launch] = _find_launch()
     if launch is None or launch.rank == 0:
         return (yield)
+    config.option.xmlpath = None  # rank 0 writes it
+    if config.option.basetemp:  # which each run empties
+        config.option.basetemp = f"{config.option.basetemp}-rank{launch.rank}"
     said = io.StringIO()
     with contextlib.redirect_stdout(said):  # the terminal reporter writes to what it finds there
         status = yield

@@ -229,8 +229,8 @@ def test_it(shared_tmp_path):
     time.sleep(1000)
 """
     )
-    for victim in ("pytest", "zygote"):
-        mark, at = uuid.uuid4().hex, pytester.path / victim
+    for victim in ("pytest", "pytest by SIGTERM", "zygote"):
+        mark, at = uuid.uuid4().hex, pytester.path / victim.replace(" ", "-")
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-p", "no:randomly", "test_kill.py"],
             env=os.environ | {"DISTCTX_MARK": mark, "AT": str(at)},
@@ -243,16 +243,160 @@ def test_it(shared_tmp_path):
             time.sleep(0.05)
         time.sleep(0.2)
         zygote = int(Path(f"{at}0").read_text())
-        os.kill(process.pid if victim == "pytest" else zygote, signal.SIGKILL)
+        number = signal.SIGTERM if "SIGTERM" in victim else signal.SIGKILL
+        os.kill(zygote if victim == "zygote" else process.pid, number)
         output, _ = process.communicate(timeout=30)
-        if victim == "pytest":
-            assert process.returncode == -signal.SIGKILL
+        if victim != "zygote":
+            assert process.returncode == -number
+            assert "INTERNALERROR" not in output
         else:
             assert "the process that forks ranks has ended" in output
         left = processes_of(mark)
         for line in left:
             os.kill(int(line.split(":")[0]), signal.SIGKILL)
-        if victim == "pytest":
+        if victim != "zygote":
             assert left == []
         else:  # what a rank put into a session of its own is nobody's then; the ranks are gone
             assert all("sleep" in line for line in left)
+
+
+def test_outcomes_are_not_lost_or_made_up(suite):
+    """What a rank passes, fails or expects counts as it would in one process."""
+    run = suite(
+        """
+RANK = lambda: int(os.environ["RANK"])
+
+@pytest.mark.distributed(2)
+@pytest.mark.xfail(reason="it is slow")
+def test_xpass_later():
+    time.sleep(2 * RANK())
+
+@pytest.mark.distributed(2)
+@pytest.mark.xfail(raises=ValueError, reason="known")
+def test_another_error_is_no_xfail():
+    raise KeyError("connection refused") if RANK() else ValueError("known")
+
+@pytest.mark.distributed(2)
+def test_a_child_that_comes_back_is_no_rank():
+    if os.fork() == 0:
+        return
+    os.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.distributed(2)
+def test_properties(record_property):
+    record_property("shapes", {(2, 3): object()})
+
+@pytest.mark.distributed(2)
+def test_last_words():
+    print("said before it left", flush=True)
+    os._exit(0)
+
+@pytest.mark.distributed(2)
+def test_a_clock_of_its_own(monkeypatch):
+    if RANK():
+        time.sleep(0.3)
+        monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+        raise ValueError("later")
+    raise ValueError("first")
+
+@pytest.mark.distributed(2)
+def test_leaves_while_others_wait(distributed_runtime):
+    if RANK() == 1:
+        return
+    dist.barrier()
+"""
+    )
+    assert run.outcomes == {"xpassed": 1, "failed": 5, "passed": 1}, run.text
+    assert "connection refused" in run.about("test_another_error_is_no_xfail")
+    assert "killed by SIGKILL" in run.about("test_a_child_that_comes_back_is_no_rank")
+    assert "exited with status 0 in the middle of the test" in run.about("test_last_words")
+    assert "said before it left" in run.about("test_last_words")
+    assert run.about("test_a_clock_of_its_own").strip().startswith("Rank 0 of 2 failed first")
+    assert "rank 1" in run.row("test_leaves_while_others_wait", 1)
+    assert "passed" in run.row("test_leaves_while_others_wait", 1)
+
+
+@pytest.mark.parametrize("capture", ["no", "sys", "tee-sys", "fd"])
+def test_crashes_are_told_however_output_is_captured(suite, capture):
+    """And what forks the ranks goes on."""
+    run = suite(
+        """
+@pytest.mark.distributed(2)
+def test_crash():
+    if os.environ["RANK"] == "1":
+        os.abort()
+
+@pytest.mark.distributed(2)
+def test_next(distributed_runtime):
+    dist.barrier()
+""",
+        f"--capture={capture}",
+    )
+    assert run.outcomes == {"failed": 1, "passed": 1}, run.text
+    assert run.about("test_crash").strip().startswith("Rank 1 of 2 killed by SIGABRT")
+    assert "distctx: each rank" not in run.text
+
+
+def test_an_exit_of_the_run_tells_what_failed_before(suite):
+    """pytest.exit on a rank keeps its code, and the failure of another rank."""
+    run = suite(
+        """
+@pytest.mark.distributed(2)
+def test_it():
+    assert os.environ["RANK"] != "1"
+    time.sleep(0.5)
+    pytest.exit("bye", returncode=7)
+
+def test_never(): pass
+"""
+    )
+    assert run.outcomes == {"failed": 1}, run.text
+    assert "Exit: bye" in run.text
+    assert run.result.ret == 7
+
+
+def test_the_run_goes_on_without_what_forks(suite, pytester):
+    """Where it was killed between tests, and where a file could not be collected."""
+    pytester.makepyfile(test_broken="raise ValueError('no such suite')")
+    run = suite(
+        """
+def test_kills():
+    for child in open(f"/proc/self/task/{os.getpid()}/children").read().split():
+        os.kill(int(child), signal.SIGKILL)
+
+@pytest.mark.distributed(2)
+def test_next(distributed_runtime):
+    dist.barrier()
+""",
+        "--continue-on-collection-errors",
+    )
+    assert run.outcomes == {"passed": 2, "error": 1} or run.outcomes == {"passed": 2, "errors": 1}
+
+
+def test_a_marker_that_comes_late(suite, pytester):
+    """It may ask for one world size; for several it is an error of that test alone."""
+    pytester.makeconftest(
+        """
+        import pytest
+
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                sizes = {"test_one_size": 2, "test_many_sizes": [1, 2]}.get(item.name)
+                if sizes:
+                    item.add_marker(pytest.mark.distributed(sizes))
+        """
+    )
+    run = suite(
+        """
+def test_one_size(distributed_runtime):
+    assert distributed_runtime.world_size == 2
+
+def test_many_sizes(): pass
+
+def test_other(): pass
+"""
+    )
+    assert run.outcomes.pop("error", None) or run.outcomes.pop("errors", None)
+    assert run.outcomes == {"passed": 2}
+    assert "world_size=[1, 2]: one only" in run.about("test_many_sizes")

@@ -23,6 +23,8 @@ __all__ = ["TASK", "Fresh", "FreshRank"]
 
 #: Names the file of the task, the rank, and the process that asked, to a fresh pytest.
 TASK = "_DISTCTX_TEST_RANK"
+#: By which a process that a rank started, and left, is known.
+MARK = "_DISTCTX_TEST"
 
 #: Sees the modules that its maker sees, whichever way that one was started.
 _PROGRAM = """
@@ -36,16 +38,21 @@ sys.exit(pytest.main(sys.argv[1:]))
 class Fresh:
     """Starts ranks as ``Zygote`` does, in a second or more each."""
 
+    start_bound = 120.0
+
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._mark = ""
 
     def start(self, task: Mapping[str, Any]) -> None:
         """Start the ranks of a task."""
         folder = Folder(Path(task["folder"]))
         file = folder.path / "task.json"
         file.write_text(json.dumps(dict(task) | {"path": sys.path}))
-        aloud = self._config.option.usepdb or self._config.option.capture == "no"
+        option = self._config.getoption
+        aloud = option("usepdb", False) or option("capture", "fd") == "no"
+        self._mark = str(folder.path)
         environ = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
         environ |= ONE_THREAD
         for rank in range(task["world_size"]):
@@ -58,7 +65,7 @@ class Fresh:
                     [sys.executable, "-c", _PROGRAM, *_arguments(self._config)],
                     stdout=streams[0],
                     stderr=streams[1],
-                    env=environ | {TASK: f"{file}:{rank}:{os.getpid()}"},
+                    env=environ | {TASK: f"{file}:{rank}:{os.getpid()}", MARK: self._mark},
                     cwd=self._config.invocation_params.dir,
                     process_group=0,
                 )
@@ -75,6 +82,8 @@ class Fresh:
             ]
             for exit in found:
                 self._signal(self._ranks.pop(exit.rank), signal.SIGKILL)
+            if found and not self._ranks:
+                self._kill_strays()
             if found or now >= end:
                 return found
             time.sleep(0.01)
@@ -97,6 +106,14 @@ class Fresh:
             process.wait(5)
         self._ranks.clear()
 
+    def _kill_strays(self) -> None:
+        """End what a test put into a session of its own: by a variable that it inherited."""
+        mark = f"{MARK}={self._mark}\0".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is not ours
+                if mark in path.read_bytes() + b"\0":
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+
     def _signal(self, process: subprocess.Popen[bytes], number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -108,7 +125,9 @@ def _arguments(config: pytest.Config) -> list[str]:
     given = worker["mainargv"][1:] if worker else list(config.invocation_params.args)
     off = ["-n0"] if config.pluginmanager.hasplugin("xdist") else []
     off += ["--no-cov"] if config.pluginmanager.hasplugin("_cov") else []
-    return [*map(str, given), *off]
+    if isinstance(seed := config.getoption("randomly_seed", None), int):
+        off.append(f"--randomly-seed={seed}")
+    return [*map(str, given), *off, "-o", "log_file_mode=a"]
 
 
 class FreshRank:

@@ -107,6 +107,7 @@ def children() -> list[int]:
 def _command(pid: int) -> str | None:
     """The command line of a process; empty for one that ended, None for one that is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return None
+    return b" ".join(words).decode(errors="replace").strip()

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import json
-import time
+import os
 from pathlib import Path
+from time import monotonic  # bound here, since tests replace time.monotonic
 from typing import Any
 
-__all__ = ["Folder", "Journal"]
+__all__ = ["Folder", "Journal", "as_json"]
+
+
+def as_json(value: Any) -> str:
+    """As JSON; what it has no words for, as Python shows it."""
+    try:
+        return json.dumps(value, default=repr)
+    except (TypeError, ValueError):  # a key that is no string, a thing in itself
+        return json.dumps(_plain(value, 0), default=repr)
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if depth > 50:
+        return "…"
+    if isinstance(value, dict):
+        return {str(key): _plain(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, depth + 1) for each in value]
+    return value
 
 
 class Journal:
-    """The rank's side: one line, at once, for each thing that happens."""
+    """The rank's side: one line, at once, for each thing that happens.
+
+    A child that a test forks, and that comes back from the test, has nothing to tell.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
+        self._pid = os.getpid()
 
     def tell(self, event: str, **what: Any) -> None:
         """Write it down, with the time."""
-        line = {"event": event, "at": time.monotonic()} | what
-        self._file.write(json.dumps(line, default=repr) + "\n")
-        self._file.flush()
+        if os.getpid() == self._pid:
+            self._file.write(as_json({"event": event, "at": monotonic()} | what) + "\n")
+            self._file.flush()
 
 
 class Folder:

@@ -30,11 +30,11 @@ from distctx.exceptions import DistctxError
 from distctx.rendezvous import meet
 from distctx.reports import list_ranks
 from distctx.stores import PrefixStore, Store, await_key, open_store, peek, wait_for_count
-from distctx.testing import _pytest
 from distctx.testing.guards import Before, left_group
+from distctx.testing.journal import as_json
 from distctx.testing.marker import Ask, ask_of
 from distctx.testing.rank import STACKS, Teller, item_of
-from distctx.testing.session import kept_folder, pass_on, report_on
+from distctx.testing.session import asked, kept_folder, report_on, torn_down
 from distctx.testing.verdict import failure_here, reports_of
 from distctx.testing.watch import GRACE, Story
 
@@ -59,7 +59,7 @@ class Party:
         self.store: Store
 
     def meet(self) -> None:
-        """Find a part of the store that is this run's alone; ends the run where ranks are absent."""
+        """Find a part of the store that is this run's alone; end the run without it."""
         try:
             self.store = PrefixStore("tests", self._meet())
         except DistctxError as error:
@@ -84,7 +84,7 @@ class Party:
 
         def tell(event: str, **what: Any) -> None:
             events.append({"event": event, "at": time.monotonic() - began} | what)
-            if what.get("failed") or what.get("xfail"):
+            if what.get("failed") or (what.get("xfail") and what["outcome"] == "skipped"):
                 self.store.compare_set(f"{number}/failed", "", str(self.rank))
 
         teller = Teller(self.config, tell, ask.backend, self.world_size)
@@ -224,6 +224,7 @@ class Lead(Party):
         if session.config.option.collectonly:
             return (yield)
         self.meet()
+        self.store.set("seed", json.dumps(self.config.getoption("randomly_seed", None)))
         try:
             return (yield)
         finally:
@@ -236,26 +237,23 @@ class Lead(Party):
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
         """A test of many ranks, on all of them; every other test here alone."""
-        ask = ask_of(item, self.default_timeout)
-        if ask is None or not ask.in_ranks:
+        ask = asked(item, nextitem, self.default_timeout)
+        if not isinstance(ask, Ask):
             self.store.add("news", 1)
-            return None
-        report_on(item, nextitem, lambda: self._reports(item, ask))
-        return True
+            return ask
+        return report_on(item, nextitem, lambda: self._reports(item, ask))
 
     def _announce(self, what: dict[str, Any]) -> None:
         self.number += 1
         self.store.set(f"{self.number}/test", json.dumps(what))
 
-    def _reports(self, item: pytest.Item, ask: Ask) -> list[pytest.TestReport]:
-        if ask.world_size != self.world_size:
-            return [
-                _skipped(item, f"needs {ask.world_size} ranks, this launch has {self.world_size}")
-            ]
-        if self.lost:
-            names = "; ".join(f"rank {rank} since {test}" for rank, test in self.lost.items())
-            return [failure_here(item, "setup", f"Ranks of this launch no longer answer: {names}.")]
-        _pytest.tear_down_for(item, None)  # so that all that is there afterwards is this test's
+    def _reports(
+        self, item: pytest.Item, ask: Ask
+    ) -> tuple[list[pytest.TestReport], list[dict[str, Any]]]:
+        if (report := self._cannot_run(item, ask)) is not None:
+            return [report], []
+        # All ends here, so that what is there afterwards is this test's.
+        torn = torn_down(item, None)
         folder = kept_folder(item)
         self._announce({"nodeid": item.nodeid, "folder": str(folder) if folder else None})
         if absent := self._absent():
@@ -263,13 +261,22 @@ class Lead(Party):
             self.lost.update(dict.fromkeys(absent, item.nodeid))
             names = list_ranks(absent).capitalize()
             why = f"{names} did not come to this test within {_BEGIN:g} s."
-            return [failure_here(item, "setup", why)]
+            return [failure_here(item, "setup", why)], []
         self.store.set(f"{self.number}/go", "yes")
         mine = self.take_part(self.number, item, ask, folder)
         stories = [_story(0, mine), *self._told(item, ask)]
-        others = [event for story in stories[1:] for event in story.events]
-        pass_on(item, others + [event for event in mine if event["event"] == "stop"])
-        return reports_of(item, stories)
+        events = [event for story in stories[1:] for event in story.events]
+        events += [event for event in mine if event["event"] == "stop"]  # all else was said here
+        return [*([torn] if torn else []), *reports_of(item, stories)], events
+
+    def _cannot_run(self, item: pytest.Item, ask: Ask) -> pytest.TestReport | None:
+        if ask.world_size != self.world_size:
+            why = f"needs {ask.world_size} ranks, this launch has {self.world_size}"
+            return _skipped(item, why)
+        if self.lost:
+            names = "; ".join(f"rank {rank} since {test}" for rank, test in self.lost.items())
+            return failure_here(item, "setup", f"Ranks of this launch no longer answer: {names}.")
+        return None
 
     def _absent(self) -> list[int]:
         """The ranks that do not come."""
@@ -299,19 +306,27 @@ class Lead(Party):
 class Follower(Party):
     """The plugin of every other rank: runs what rank 0 runs, in its order."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for name in ("lfplugin", "nfplugin", "stepwiseplugin"):  # rank 0 writes the cache
+            if self.config.pluginmanager.hasplugin(name):
+                self.config.pluginmanager.unregister(name=name)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """In place of all tests, those that rank 0 names."""
         if session.config.option.collectonly:
             return None
         self.meet()
+        if (seed := json.loads(await_key(self.store, "seed", _BEGIN) or "null")) is not None:
+            session.config.option.randomly_seed = seed  # or each rank's tests would have their own
         number = 1
         while "end" not in (test := json.loads(self._next(number))):
             self.store.set(f"{number}/here/{self.rank}", "1")
             if await_key(self.store, f"{number}/go", 2 * _BEGIN) == "yes":
                 self.store.set(
                     f"{number}/told/{self.rank}",
-                    json.dumps(self._run(session, number, test), default=repr),
+                    as_json(self._run(session, number, test)),
                 )
             number += 1
         self.store.add("gone", 1)

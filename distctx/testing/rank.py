@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -92,6 +92,7 @@ class Teller:
     ) -> None:
         self.config, self.tell = config, tell
         self.backend, self.world_size = backend, world_size
+        self.inside = False
         #: How a runtime of this rank finds the others, beyond what the environment says.
         self.meeting: dict[str, Any] = {}
         #: The folder that all ranks share.
@@ -101,8 +102,10 @@ class Teller:
         """Run the test, and log nothing here: its reports are told as they are made."""
         try:
             _pytest.run_item(item)
-        except (pytest.exit.Exception, KeyboardInterrupt) as stop:
-            self.tell("stop", interrupt=isinstance(stop, KeyboardInterrupt), text=str(stop))
+        except pytest.exit.Exception as stop:
+            self.tell("stop", interrupt=False, text=str(stop), returncode=stop.returncode)
+        except KeyboardInterrupt as stop:
+            self.tell("stop", interrupt=True, text=str(stop), returncode=None)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -116,6 +119,8 @@ class Teller:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Each report, as it is after every plugin has seen it."""
         report = yield
+        if self.inside:  # of a part of the test, a subtest; see pytest_runtest_logreport
+            return report
         as_json = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         self.tell(
             "report",
@@ -128,6 +133,26 @@ class Teller:
             report=as_json,
         )
         return report
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None, None, None]:
+        """While the test itself runs."""
+        self.inside = True
+        try:
+            return (yield)
+        finally:
+            self.inside = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A report that the test logs itself: the phases' reports are not logged here."""
+        if self.inside:
+            hook = self.config.hook.pytest_report_to_serializable
+            self.tell("subtest", report=hook(config=self.config, report=report))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self) -> tuple[str, str, str] | None:
+        """Nothing of this rank alone goes to the terminal."""
+        return ("", "", "") if self.inside else None
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str) -> None:
         """A warning belongs to the summary of the whole run."""
@@ -156,6 +181,7 @@ class Rank(Teller):
         }
         self.shared = Path(task["own"]) / "shared"
         self.shared.mkdir(exist_ok=True)
+        self._prompt = _Turn(self.folder.path / "prompt")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
@@ -163,23 +189,46 @@ class Rank(Teller):
         self.run(item)
         return True
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_enter_pdb(self) -> None:
-        """Somebody looks: the clocks stop, and this rank has the terminal."""
+        """Somebody looks: the clocks stop, and this rank has the terminal, when it is its turn."""
         self.tell("debugger")
+        self._prompt.take()
         _take_terminal(os.getpgrp())
 
+    @pytest.hookimpl(trylast=True)
     def pytest_leave_pdb(self) -> None:
-        """The terminal goes back to pytest."""
+        """The terminal goes back to pytest, and the turn to another rank."""
         _take_terminal(os.getpgid(os.getppid()))
+        self._prompt.leave()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_exception_interact(self, report: Any) -> None:
-        """One rank at a time may prompt after a failure."""
-        if self.config.option.usepdb and isinstance(report, pytest.TestReport):
-            import fcntl
+        """One rank at a time shows its failure and prompts."""
+        if self.config.getoption("usepdb", False) and isinstance(report, pytest.TestReport):
+            self._prompt.take()  # for the rest of this process
 
-            self._prompt = (self.folder.path / "prompt").open("w")
-            fcntl.flock(self._prompt, fcntl.LOCK_EX)  # until this process ends
+
+class _Turn:
+    """The right to speak on the terminal, which one rank has at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        """Wait for it, as long as somebody else debugs."""
+        import fcntl
+
+        if self._file is None:
+            self._file = self._path.open("w")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def leave(self) -> None:
+        """Pass it on."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def run_here(
@@ -194,8 +243,7 @@ def run_here(
         faulthandler.enable(stacks)
         faulthandler.register(STACKS, stacks, all_threads=True)
         _pytest.set_base_folder(config, Path(task["own"]) / f"rank-{rank}")
-        if (timeouts := config.pluginmanager.getplugin("timeout")) is not None:
-            config.pluginmanager.unregister(timeouts)  # it watches from outside, over all ranks
+        _leave_timeouts_outside(config, item)
         _silence_xdist(config)
         config.pluginmanager.register(me, Rank.NAME)
         one_thread()
@@ -242,7 +290,7 @@ def is_debugged() -> bool:
     """Whether a debugger is attached to this process; one that measures coverage is none."""
     if "pydevd" in sys.modules or "debugpy" in sys.modules:
         return True
-    trace = sys.gettrace()
+    trace = getattr(sys.gettrace(), "__self__", sys.gettrace())
     return trace is not None and not type(trace).__module__.startswith("coverage")
 
 
@@ -261,6 +309,16 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
+
+
+def _leave_timeouts_outside(config: pytest.Config, item: pytest.Item) -> None:
+    """pytest-timeout watches in the process that collected, over all ranks at once; here only where
+    it is to watch the function alone, which runs nowhere else."""
+    timeouts = config.pluginmanager.getplugin("timeout")
+    mark = item.get_closest_marker("timeout")
+    alone = mark is not None and mark.kwargs.get("func_only")
+    if timeouts is not None and not (alone or config.getini("timeout_func_only")):
+        config.pluginmanager.unregister(timeouts)
 
 
 def _silence_xdist(config: pytest.Config) -> None:

@@ -28,6 +28,18 @@ _OTHERS_FAULT = re.compile(
     r"|Monitored ?Barrier encountered error",
     re.IGNORECASE,
 )
+#: Of which types that is.
+_OTHERS_ERRORS = frozenset(
+    {
+        "RuntimeError",
+        "DistError",
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "RendezvousError",
+        "RendezvousTimeoutError",
+    }
+)
 #: What differs between ranks that failed alike.
 _PRIVATE = re.compile(r"\[?\d+(?:\.\d+){3}\]?:\d+|0x[0-9a-f]+|(?<=pid )\d+|rank-\d+", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
@@ -57,6 +69,8 @@ class Row:
     consequence: bool = False
     #: Whether it stood outside torch, so that it did not wait for others there.
     outside: bool = False
+    #: The type of the error.
+    raised: str = ""
     #: The rank's own report of its failure, as JSON.
     report: Mapping[str, Any] | None = None
     stacks: str = ""
@@ -86,7 +100,8 @@ def _judged(row: Row, rows: Sequence[Row]) -> Row:
     """Mark what only follows from another rank's fate."""
     others = any(other is not row for other in rows)
     blames = row.what == "failed" and (
-        _OTHERS_FAULT.search(row.text) or row.text.startswith("RemoteRankError")
+        row.raised == "RemoteRankError"
+        or (row.raised in _OTHERS_ERRORS and _OTHERS_FAULT.search(row.text))
     )
     return attrs.evolve(row, consequence=bool(row.consequence or (blames and others)))
 
@@ -180,7 +195,7 @@ class _Reader:
                 story.consequence_of is not None, outside, stacks=_shortened(story.stacks),
             )  # fmt: skip
         end = story.event("end")
-        if end is None:
+        if end is None or story.status:
             absent = story.event("absent")
             text = absent["text"] if absent else _way_to_die(story.status)
             fatal = re.match(r"Fatal Python error: (.*)", story.stacks)
@@ -220,7 +235,8 @@ class _Reader:
             text += f" (and then was stopped in {self._phase()}: {self.story.stopped})"
         return Row(
             self.story.rank, "failed", failed["when"], self._since(failed["at"]), text, where,
-            report=failed["report"], stacks=_shortened(self.story.stacks),
+            raised=failed["raised"] or "", report=failed["report"],
+            stacks=_shortened(self.story.stacks),
         )  # fmt: skip
 
     def _well(self, end: dict[str, Any]) -> Row:

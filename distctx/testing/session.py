@@ -19,11 +19,11 @@ from distctx.testing.fresh import Fresh
 from distctx.testing.gate import places
 from distctx.testing.marker import Ask, ask_of
 from distctx.testing.rank import is_debugged, item_of, run_here, task_for
-from distctx.testing.verdict import reports_of
+from distctx.testing.verdict import failure_here, reports_of
 from distctx.testing.watch import Ranks, Story, watch
 from distctx.testing.zygote import Zygote, why_not_fork
 
-__all__ = ["RankTests", "kept_folder", "pass_on", "report_on"]
+__all__ = ["RankTests", "asked", "kept_folder", "report_on", "torn_down"]
 
 
 class RankTests:
@@ -49,7 +49,7 @@ class RankTests:
             return []
         return [f"distctx: each rank is a fresh process that collects again ({self.why_fresh})"]
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    @pytest.hookimpl(wrapper=True, trylast=True)  # within what logs, and what counts coverage
     def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
         """Fork what forks the ranks before any test runs; end it after the last."""
         if session.config.option.collectonly:
@@ -81,11 +81,17 @@ class RankTests:
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
         """Run a marked test on ranks of its own."""
-        ask = ask_of(item, self.default_timeout)
-        if ask is None or not ask.in_ranks:
-            return None
-        report_on(item, nextitem, lambda: reports_of(item, self._run(item, ask), self.header()))
-        return True
+        ask = asked(item, nextitem, self.default_timeout)
+        if not isinstance(ask, Ask):
+            return ask
+        return report_on(item, nextitem, lambda: self._reports(item, ask))
+
+    def _reports(
+        self, item: pytest.Item, ask: Ask
+    ) -> tuple[list[pytest.TestReport], list[dict[str, Any]]]:
+        stories = self._run(item, ask)
+        events = [event for story in stories for event in story.events]
+        return reports_of(item, stories, self.header()), events
 
     def _run(self, item: pytest.Item, ask: Ask) -> list[Story]:
         self._number += 1
@@ -93,14 +99,17 @@ class RankTests:
         folder.mkdir()
         own = kept_folder(item) or folder
         task = task_for(item, ask, folder, own, _free_port())
-        clocks = not (self.config.option.usepdb or self.config.option.trace or is_debugged())
+        option = self.config.getoption
+        clocks = not (option("usepdb", False) or option("trace", False) or is_debugged())
         with places(self._common_folder(), ask.world_size):
             stories = watch(self._ranks, task, ask.timeout or math.inf, clocks=clocks)
-        if isinstance(self._ranks, Zygote) and self._ranks.is_gone:
-            self._ranks.close()
-            self._ranks = Fresh(self.config)
-            self.why_fresh = "the process that forked ranks has ended"
-        pass_on(item, [event for story in stories for event in story.events])
+            began = any(story.events for story in stories)
+            if isinstance(self._ranks, Zygote) and (self._ranks.is_gone or not began):
+                self._ranks.close()
+                self._ranks = Fresh(self.config)
+                self.why_fresh = "the process that forked ranks has ended, or does not answer"
+                if not began:  # no rank has touched the test
+                    stories = watch(self._ranks, task, ask.timeout or math.inf, clocks=clocks)
         return stories
 
     def _common_folder(self) -> Path | None:
@@ -118,25 +127,50 @@ def kept_folder(item: pytest.Item) -> Path | None:
     return _pytest.new_folder(item.config, re.sub(r"\W", "_", item.name)[:30])
 
 
+def asked(item: pytest.Item, nextitem: pytest.Item | None, timeout: float) -> Ask | bool | None:
+    """What a test of many ranks asks for, and None for another test; True where it asks for what
+    cannot be, which is then its report."""
+    try:
+        ask = ask_of(item, timeout)
+    except pytest.Collector.CollectError as error:
+        text = str(error)
+        return report_on(item, nextitem, lambda: ([failure_here(item, "setup", text)], []))
+    return ask if ask is not None and ask.in_ranks else None
+
+
 def report_on(
     item: pytest.Item,
     nextitem: pytest.Item | None,
-    run: Callable[[], Sequence[pytest.TestReport]],
-) -> None:
-    """Run a test in pytest's place, and log its reports."""
+    run: Callable[[], tuple[Sequence[pytest.TestReport], Sequence[Mapping[str, Any]]]],
+) -> bool:
+    """Run a test in pytest's place: log its reports, and pass on what the ranks' events ask for."""
     log = item.ihook.pytest_runtest_logreport
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in run():
-        log(report=report)
+    reports, events = run()
+    _pass_on_warnings(item, events)
+    stop = next((event for event in events if event["event"] == "stop"), None)
+    if stop is None or any(report.failed for report in reports):
+        for report in reports:
+            log(report=report)
+    if stop is not None and stop["interrupt"]:
+        raise KeyboardInterrupt(stop["text"])
+    if stop is not None:
+        pytest.exit(stop["text"], returncode=stop["returncode"])
     # What was set up in this process, and serves no test to come, ends now, as after any test.
-    end = pytest.CallInfo.from_call(lambda: _pytest.tear_down_for(item, nextitem), when="teardown")
-    if end.excinfo is not None:
-        log(report=pytest.TestReport.from_item_and_call(item, end))
+    if (torn := torn_down(item, nextitem)) is not None:
+        log(report=torn)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
-def pass_on(item: pytest.Item, events: Sequence[Mapping[str, Any]]) -> None:
-    """Warnings of the ranks, each once; and what ends the whole run."""
+def torn_down(item: pytest.Item, nextitem: pytest.Item | None) -> pytest.TestReport | None:
+    """End fixtures of this process; the report of what fails there."""
+    end = pytest.CallInfo.from_call(lambda: _pytest.tear_down_for(item, nextitem), when="teardown")
+    return None if end.excinfo is None else pytest.TestReport.from_item_and_call(item, end)
+
+
+def _pass_on_warnings(item: pytest.Item, events: Sequence[Mapping[str, Any]]) -> None:
+    """Warnings of the ranks, each once."""
     told = {
         (event["text"], *event["category"], event["filename"], event["lineno"]): None
         for event in events
@@ -158,11 +192,6 @@ def pass_on(item: pytest.Item, events: Sequence[Mapping[str, Any]]) -> None:
                 "location": None,
             }
         )
-    for event in events:
-        if event["event"] == "stop":
-            if event["interrupt"]:
-                raise KeyboardInterrupt(event["text"])
-            pytest.exit(event["text"])
 
 
 def _warning(text: str, module: str, name: str) -> Warning:

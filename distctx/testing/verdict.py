@@ -38,7 +38,10 @@ def failure_here(item: pytest.Item, when: str, text: str) -> pytest.TestReport:
         pytest.fail(text, pytrace=False)
 
     call = pytest.CallInfo.from_call(fail, when=when)  # type: ignore[arg-type]
-    return pytest.TestReport.from_item_and_call(item, call)
+    report = pytest.TestReport.from_item_and_call(item, call)
+    if not hasattr(report.longrepr, "addsection"):  # the item shows all its failures alike
+        report.longrepr = text
+    return report
 
 
 class _Verdict:
@@ -68,6 +71,8 @@ class _Verdict:
         """All ranks fared as this one, so its reports are the test's, with the output of all."""
         reports = []
         for event in story.reports():
+            if event["when"] == "call":
+                reports += self._subtests(story)
             report = self._report(event["report"])
             same = [
                 other["report"]
@@ -115,16 +120,24 @@ class _Verdict:
     def _around(self, failed: pytest.TestReport, story: Story) -> list[pytest.TestReport]:
         """Complete a failure: what came before and after it, the table, the stacks, the output."""
         for name, content in self._sections():
-            failed.longrepr.addsection(name, content)  # type: ignore[union-attr]
+            if (add := getattr(failed.longrepr, "addsection", None)) is not None:
+                add(name, content)
+            else:
+                failed.longrepr = f"{failed.longrepr}\n--- {name} ---\n{content}"
         failed.sections = self._output(None)
         before = {"setup": [], "call": ["setup"], "teardown": ["setup", "call"]}[str(failed.when)]
         reports = [self._told(story, when) or self._passed(when) for when in before]
+        reports += self._subtests(story)
         reports.append(failed)
         if failed.when != "teardown":
             after = self._told(story, "teardown")
             own = after is not None and (after.passed or after.failed)
             reports.append(after if after is not None and own else self._passed("teardown"))
         return reports
+
+    def _subtests(self, story: Story) -> list[pytest.TestReport]:
+        """What the rank logged itself, of parts of the test."""
+        return [self._report(e["report"]) for e in story.events if e["event"] == "subtest"]
 
     def _told(self, story: Story, when: str) -> pytest.TestReport | None:
         """The rank's own report of a phase."""

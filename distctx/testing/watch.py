@@ -22,8 +22,6 @@ __all__ = ["Ranks", "Story", "watch"]
 
 #: Seconds that the others have, after the first rank has failed, to end by themselves.
 GRACE = 1.0
-#: Seconds in which a fresh process collects again.
-START = 120.0
 #: Seconds in which a rank writes its stacks, and in which one that is killed must be gone.
 STACKS_BOUND, KILL_BOUND = 0.5, 5.0
 #: Seconds between two looks at what the ranks tell.
@@ -32,6 +30,10 @@ LOOK = 0.05
 
 class Ranks(Protocol):
     """What starts and ends rank processes."""
+
+    #: Seconds within which they begin with a test.
+    @property
+    def start_bound(self) -> float: ...
 
     def start(self, task: Mapping[str, Any]) -> None: ...
 
@@ -98,6 +100,7 @@ class _Watch:
         self.folder = Folder(Path(task["folder"]))
         self.stories = [Story(rank) for rank in range(task["world_size"])]
         self.began: float | None = None  # when all ranks ran
+        self.ended_by: Story | None = None
 
     def run(self) -> list[Story]:
         try:
@@ -116,7 +119,8 @@ class _Watch:
             self.stop(str(error), None)
         finally:
             if self.live():
-                self.ranks.kill()
+                with contextlib.suppress(ChildProcessError):
+                    self.ranks.kill()
         for story in self.stories:
             self.read(story)
         return self.stories
@@ -133,7 +137,8 @@ class _Watch:
             if all(starts) or any(story.ended for story in self.stories):
                 self.began = max((e["at"] for e in starts if e), default=self.asked)
             else:
-                return self.asked + START, f"not every rank had started within {START:g} s", None
+                bound = self.ranks.start_bound
+                return self.asked + bound, f"not every rank had begun within {bound:g} s", None
         end = self.began + self.timeout, f"the test's {self.timeout:g} s were over", None
         return min([end, *self.failures()], key=lambda deadline: deadline[0])
 
@@ -157,7 +162,12 @@ class _Watch:
             story.events += self.folder.news(story.rank)
             if story.event("debugger"):
                 self.clocks = False
-            if story.event("stop"):
+        for story in self.stories:
+            if story.event("stop") and not self.ended_by:
+                self.ended_by = story
+                for other in self.live():
+                    other.stopped = f"rank {story.rank} ended the run"
+                    other.consequence_of = story.rank
                 self.ranks.kill()
 
     def stop(self, why: str, cause: int | None) -> None:
@@ -189,7 +199,7 @@ class _Watch:
     def read(self, story: Story) -> None:
         """What is in the rank's files at the end."""
         story.events += self.folder.news(story.rank)
-        if story.status:
+        if story.event("end") is None or story.status:
             story.stacks = story.stacks or self.folder.text(self.folder.stacks(story.rank))
             for stream in ("stdout", "stderr"):
                 if text := self.folder.text(self.folder.output(story.rank, stream)):

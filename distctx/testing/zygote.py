@@ -103,6 +103,8 @@ class Zygote:
         self._socket, theirs = socket.socketpair()
         self._unread = b""
         self._number = 0
+        #: Seconds in which ranks begin: the first wait until torch is imported.
+        self.start_bound = 60.0
         self.is_gone = False
         with _nothing_captured(config):
             parent = os.getpid()
@@ -123,6 +125,7 @@ class Zygote:
             ChildProcessError: the zygote has ended.
         """
         self._number += 1
+        self.start_bound = 60.0 if self._number == 1 else 20.0
         self._ask({"start": task, "number": self._number})
 
     def exits(self, seconds: float) -> list[Exit]:
@@ -169,7 +172,10 @@ class Zygote:
             left = max(0.0, end - time.monotonic())
             if not select.select([self._socket], [], [], left)[0]:
                 return None
-            data = self._socket.recv(65536)
+            try:
+                data = self._socket.recv(65536)
+            except OSError:
+                data = b""
             if not data:
                 self._gone()
             self._unread += data
@@ -222,26 +228,31 @@ class _Nursery:
             self._prepare()
             self.parent.sendall(b"1\n")
             self._warm_up()  # while the parent runs what comes before the first ranks
+            self._hear_signals()
             self._serve()
-        except Exception:
+            self._kill()
+        except BaseException:
             traceback.print_exc()  # on the terminal: the parent will say only that this one ended
         finally:
-            self._kill()
             os._exit(0)
 
     def _prepare(self) -> None:
         self.pid = os.getpid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to the parent, who acts
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there are ranks to be killed
         if not die_with_parent(self.parent_pid, signal.SIGTERM):
-            sys.exit()
+            os._exit(0)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if (manager := _pytest.capture(self.config)) is not None:
             manager.stop_global_capturing()
-        self.ended, theirs = os.pipe()
+
+    def _hear_signals(self) -> None:
+        """A child that ended, and SIGTERM, are words in a pipe: no handler interrupts anything."""
+        self.signals, theirs = os.pipe()
         os.set_blocking(theirs, False)
-        os.set_blocking(self.ended, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        os.set_blocking(self.signals, False)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
 
     def _warm_up(self) -> None:
@@ -257,10 +268,10 @@ class _Nursery:
     def _serve(self) -> None:
         unread = b""
         while True:
-            ready, _, _ = select.select([self.parent.fileno(), self.ended], [], [])
-            if self.ended in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self.ended, 4096)
+            ready, _, _ = select.select([self.parent.fileno(), self.signals], [], [])
+            if self.signals in ready:
+                if signal.SIGTERM in os.read(self.signals, 4096):
+                    return
                 self._reap()
             if self.parent.fileno() in ready:
                 data = self.parent.recv(65536)
@@ -304,12 +315,12 @@ class _Nursery:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self.parent.close()
-            os.close(self.ended)
+            os.close(self.signals)
             for *_, other in self.ranks.values():
                 other.close()
             if (manager := _pytest.capture(self.config)) is not None:
                 manager.start_global_capturing()
-                if self.config.option.capture == "fd":
+                if self.config.getoption("capture", "fd") == "fd":
                     socket.send_fds(way, [b"1"], [1, 2])
             self.run(task, rank)
         except BaseException:
@@ -334,22 +345,23 @@ class _Nursery:
             if pid in self.ranks:
                 number, rank, way = self.ranks.pop(pid)
                 code = os.waitstatus_to_exitcode(status)
-                if code:
-                    self._keep_output(rank, way)
+                self._keep_output(rank, way)
                 way.close()
                 if not self.ranks:
                     self._kill_strays()
                 self.parent.sendall(json.dumps([number, rank, code, at]).encode() + b"\n")
 
     def _keep_output(self, rank: int, way: socket.socket) -> None:
-        """What a rank that crashed had written since its last report, out of its open files."""
+        """What a rank had written since its last report, out of its open files: nothing, unless it
+        crashed. None came where output is not captured in files, or it was killed at once."""
         way.setblocking(False)
+        files: list[int] = []
         with contextlib.suppress(OSError):
             _, files, _, _ = socket.recv_fds(way, 1, 2)
-            for stream, file in zip(("stdout", "stderr"), files, strict=True):
-                size = os.fstat(file).st_size
+        for stream, file in zip(("stdout", "stderr"), files, strict=False):
+            if size := os.fstat(file).st_size:
                 self.folder.output(rank, stream).write_bytes(os.pread(file, size, 0))
-                os.close(file)
+            os.close(file)
 
     def _kill_strays(self) -> None:
         """End the orphans that ranks left: as their subreaper, this process has become parent."""
