@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 #: Asks a rank for its stacks; not one that a test is likely to use.
-STACKS: int = getattr(signal, "SIGRTMAX", signal.SIGTERM + 1) - 3
+STACKS: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
 
 #: Tells libraries that compute to do so in one thread.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -129,7 +129,6 @@ class Teller:
             failed=report.failed,
             xfail=hasattr(report, "wasxfail"),
             raised=type(call.excinfo.value).__name__ if call.excinfo else None,
-            stopped=call.stop,
             report=as_json,
         )
         return report

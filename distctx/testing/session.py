@@ -57,10 +57,12 @@ class RankTests:
         _pytest.base_folder(self.config)  # made now, so that no rank makes one of its own
         with tempfile.TemporaryDirectory(prefix="distctx-", ignore_cleanup_errors=True) as folder:
             self._folder = Path(folder)
+            self._ranks = Fresh(self.config)
             if self.why_fresh is None:
-                self._ranks = Zygote(self.config, self._be_rank(session))
-            else:
-                self._ranks = Fresh(self.config)
+                try:
+                    self._ranks = Zygote(self.config, self._be_rank(session))
+                except OSError as error:
+                    self.why_fresh = f"there was no fork: {error}"
             try:
                 return (yield)
             finally:
@@ -146,7 +148,10 @@ def report_on(
     """Run a test in pytest's place: log its reports, and pass on what the ranks' events ask for."""
     log = item.ihook.pytest_runtest_logreport
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports, events = run()
+    try:
+        reports, events = run()
+    except pytest.fail.Exception as error:  # a guard around this, while it waits for its turn
+        reports, events = [failure_here(item, "setup", str(error))], []
     _pass_on_warnings(item, events)
     stop = next((event for event in events if event["event"] == "stop"), None)
     if stop is None or any(report.failed for report in reports):

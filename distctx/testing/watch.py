@@ -106,17 +106,12 @@ class _Watch:
         try:
             self.ranks.start(self.task)
             self.asked = time.monotonic()
-            while self.live():
-                end, why, cause = self.deadline()
-                left = end - time.monotonic()
-                if left <= 0:
-                    self.stop(why, cause)
-                    break
-                self.take(self.ranks.exits(min(left, LOOK)))
+            try:
+                self.follow()
+            except pytest.fail.Exception as error:  # a guard around this, such as pytest-timeout
+                self.stop(str(error), None)
         except ChildProcessError as error:
             self.lost(str(error))
-        except pytest.fail.Exception as error:  # a guard around all of this, such as pytest-timeout
-            self.stop(str(error), None)
         finally:
             if self.live():
                 with contextlib.suppress(ChildProcessError):
@@ -124,6 +119,15 @@ class _Watch:
         for story in self.stories:
             self.read(story)
         return self.stories
+
+    def follow(self) -> None:
+        while self.live():
+            end, why, cause = self.deadline()
+            left = end - time.monotonic()
+            if left <= 0:
+                self.stop(why, cause)
+                return
+            self.take(self.ranks.exits(min(left, LOOK)))
 
     def live(self) -> list[Story]:
         return [story for story in self.stories if story.ended is None]

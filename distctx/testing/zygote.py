@@ -151,9 +151,8 @@ class Zygote:
         """End the zygote, and with it all ranks."""
         self._socket.close()
         end = time.monotonic() + 5
-        with contextlib.suppress(
-            ChildProcessError, ProcessLookupError
-        ):  # somebody else has waited for it
+        # Unless somebody else has waited for it.
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
             while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
                 if time.monotonic() > end:
