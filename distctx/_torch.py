@@ -202,6 +202,14 @@ def keep_groups_for_ever() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+def cuda_was_forked() -> bool:
+    """Whether this process was forked from one that had touched CUDA, so that it has none.
+
+    Torch knows, and has no public word for it; where that is gone, the first use of CUDA says so.
+    """
+    return bool(getattr(torch.cuda, "_is_in_bad_fork", bool)())
+
+
 def fake_store() -> Store:
     """A store for the ``fake`` backend; importing it registers that backend with older torch."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distctx.testing import WORLD
+from distctx.testing import TASK, WORLD
 
 if TYPE_CHECKING:
     from distctx.environment import LaunchEnvironment
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # -k takes no "=": the ids' own way to write a world size would be an error.
     keyword = getattr(config.option, "keyword", "")
     config.option.keyword = re.sub(r"\bworld_size=(\d+)", r"world_size:\1:", keyword)
-    if task := os.environ.pop("_DISTCTX_TEST_RANK", None):
+    if task := os.environ.pop(TASK, None):
         from distctx.testing.fresh import FreshRank
 
         config.pluginmanager.register(FreshRank(config, task), "distctx-fresh-rank")
@@ -87,7 +87,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
 def _find_launch() -> LaunchEnvironment | None:
     """The launch that this pytest is a rank of, or None."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-    if "_DISTCTX_TEST_RANK" in os.environ or not any(name in os.environ for name in names):
+    if TASK in os.environ or not any(name in os.environ for name in names):
         return None
     from distctx.environment import LaunchEnvironment
     from distctx.exceptions import LaunchEnvironmentError
@@ -129,7 +129,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from distctx.testing.session import RankTests
 
         plugin = config.stash[_tests] = RankTests(config, timeout)
-        plugin.decide()
     config.pluginmanager.register(plugin, "distctx-tests")
 
 

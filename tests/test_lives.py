@@ -83,7 +83,7 @@ with DistributedRuntime(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"), timeout=
     ("fault", "said"),
     [
         ("raise KeyError('the body')", "KeyError: 'the body'"),
-        ("sys.exit(3)", "exitcode  : 3"),
+        ("sys.exit(3)", "ChildFailedError"),  # torchrun names whom it sees end first
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", "KeyboardInterrupt"),
         ("raise BdbQuit", "BdbQuit"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL)"),

@@ -450,3 +450,48 @@ def test_last():
     )
     assert run.outcomes == {"passed": 3}
     assert run.text.index("held has ended") < run.text.index("last\n")
+
+
+def test_subtests_are_those_of_one_rank(suite):
+    """What a test reports of its parts is counted once, with its description."""
+    pytest.importorskip("_pytest.subtests", reason="needs a pytest that has subtests")
+    run = suite(
+        """
+@pytest.mark.distributed(2)
+def test_parts(subtests, distributed_runtime):
+    for part in range(3):
+        with subtests.test(part=part):
+            assert part != 1
+"""
+    )
+    assert run.outcomes == {"failed": 2, "subtests passed": 2}, run.text
+    assert run.text.count("SUBFAILED(part='1')") == 1
+    assert "contains 1 failed subtest" in run.text
+
+
+def test_the_time_of_a_test_is_a_setting(suite, pytester):
+    """Where the marker does not say."""
+    pytester.makeini("[pytest]\ndistributed_timeout = 0.5")
+    run = suite(
+        """
+@pytest.mark.distributed(2)
+def test_stuck():
+    time.sleep(1000)
+"""
+    )
+    assert "the test's 0.5 s were over" in run.about("test_stuck")
+    pytester.makeini("[pytest]\ndistributed_timeout = soon")
+    wrong = suite("@pytest.mark.distributed(2)\ndef test_it(): pass")
+    assert "distributed_timeout = soon: wanted seconds" in wrong.text
+
+
+def test_two_that_blame_each_other_are_no_consequence(suite):
+    """Only where some rank failed by itself, or left, is another's failure a consequence."""
+    run = suite(
+        """
+@pytest.mark.distributed(2)
+def test_both():
+    raise RuntimeError("connection refused by a server of mine")
+"""
+    )
+    assert "a consequence" not in run.about("test_both")

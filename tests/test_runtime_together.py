@@ -158,7 +158,7 @@ def test_touching_different_meshes_is_an_error(world, me):
 
 @pytest.fixture
 def of_torch(me, shared_tmp_path):
-    """A world that torch made; torch leaves its excepthook behind."""
+    """A world that torch made; torch leaves its excepthook behind, which conftest.py minds."""
     hook = sys.excepthook
     place = f"file://{shared_tmp_path}/torch"
     dist.init_process_group("gloo", init_method=place, rank=me.rank, world_size=me.size)

@@ -1,4 +1,4 @@
-"""Every use of pytest that is not public, with its reason."""
+"""What the plugin calls of pytest's own insides, with the reason."""
 
 from __future__ import annotations
 

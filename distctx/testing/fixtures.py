@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from types import TracebackType
@@ -13,7 +14,7 @@ import pytest
 from distctx.runtime import DistributedRuntime
 from distctx.testing.guards import left_group
 from distctx.testing.marker import Ask, ask_of
-from distctx.testing.rank import LOOPBACK, skip_without_gpus
+from distctx.testing.rank import LOOPBACK
 
 __all__ = ["Maker"]
 
@@ -36,8 +37,6 @@ class Maker:
         self._had_group = left_group() is not None
         if self.rank is None and "GLOO_SOCKET_IFNAME" not in os.environ:
             self._environment.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
-        if self.ask.backend == "nccl":
-            skip_without_gpus(self.ask.world_size)
         return self
 
     def make(self, **arguments: Any) -> DistributedRuntime:
@@ -54,7 +53,7 @@ class Maker:
         else:
             backend = _enough_gpus(ask.world_size) if ask.backend == "auto" else ask.backend
             times: dict[str, Any] = {}
-            if ask.timeout is not None:
+            if ask.timeout < math.inf:
                 times = {"timeout": ask.timeout + _LONGER, "rendezvous_timeout": ask.timeout}
             alone: dict[str, Any] = {"rank": 0, "world_size": 1}
             world = alone if self.rank is None else self.rank.meeting
@@ -74,7 +73,7 @@ class Maker:
     def _require_no_group(self) -> None:
         """In a process that goes on to other tests, none may find the group of this one."""
         group = left_group()
-        if group is None or self._had_group or self.rank is not None:
+        if group is None or self._had_group or self.rank is not None or not self.ask.guards:
             return
         sys.modules["torch.distributed"].destroy_process_group()
         pytest.fail(f"the test left behind: {group}", pytrace=False)

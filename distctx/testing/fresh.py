@@ -15,14 +15,13 @@ from typing import Any, NoReturn
 
 import pytest
 
+from distctx.testing import TASK
 from distctx.testing.journal import Folder, Journal
 from distctx.testing.rank import ONE_THREAD, STACKS, die_with_parent, item_of, run_here
 from distctx.testing.zygote import Exit
 
-__all__ = ["TASK", "Fresh", "FreshRank"]
+__all__ = ["Fresh", "FreshRank"]
 
-#: Names the file of the task, the rank, and the process that asked, to a fresh pytest.
-TASK = "_DISTCTX_TEST_RANK"
 #: By which a process that a rank started, and left, is known.
 MARK = "_DISTCTX_TEST"
 
@@ -55,6 +54,7 @@ class Fresh:
         self._mark = str(folder.path)
         environ = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
         environ |= ONE_THREAD
+        self._ranks.clear()  # one of a test before would not die
         for rank in range(task["world_size"]):
             with contextlib.ExitStack() as files:
                 streams = [
@@ -103,11 +103,15 @@ class Fresh:
         """Kill them, and wait until they are gone."""
         self.kill()
         for process in self._ranks.values():
-            process.wait(5)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
         self._ranks.clear()
+        self._kill_strays()
 
     def _kill_strays(self) -> None:
         """End what a test put into a session of its own: by a variable that it inherited."""
+        if not self._mark:
+            return
         mark = f"{MARK}={self._mark}\0".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has ended, or is not ours

@@ -24,7 +24,10 @@ def places(folder: Path | None, wanted: int) -> Iterator[None]:
         return
     import fcntl
 
-    processors = len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):
+        processors = len(os.sched_getaffinity(0))
+    else:
+        processors = os.cpu_count() or 1
     with contextlib.ExitStack() as held:
         files = [
             held.enter_context((folder / f"processor-{number}").open("w"))

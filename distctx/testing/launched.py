@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ from distctx.stores import PrefixStore, Store, await_key, open_store, peek, wait
 from distctx.testing.guards import Before, left_group
 from distctx.testing.journal import as_json
 from distctx.testing.marker import Ask, ask_of
-from distctx.testing.rank import STACKS, Teller, item_of
+from distctx.testing.rank import STACKS, Teller, is_debugged, item_of
 from distctx.testing.session import asked, kept_folder, report_on, torn_down
 from distctx.testing.verdict import failure_here, reports_of
 from distctx.testing.watch import GRACE, Story
@@ -75,6 +76,10 @@ class Party:
         )  # fmt: skip
         return meeting.store
 
+    def clocks(self) -> bool:
+        """Whether tests have bounds: not where somebody debugs."""
+        return not (self.config.getoption("usepdb", False) or is_debugged())
+
     def take_part(
         self, number: int, item: pytest.Item, ask: Ask, folder: Path | None
     ) -> list[dict[str, Any]]:
@@ -95,9 +100,10 @@ class Party:
         before = Before()
         try:
             with _checks(ask.detail):
+                alarm = _Alarm(self.store, number, self.rank, ask, tell)
                 with (
                     contextlib.suppress(pytest.fail.Exception),  # the alarm, just after the test
-                    _Alarm(self.store, number, self.rank, ask, tell),
+                    alarm if self.clocks() else contextlib.nullcontext(),
                 ):
                     tell("start", pid=os.getpid())
                     teller.run(item)
@@ -155,7 +161,7 @@ class _Alarm:
 
     def __init__(self, store: Store, number: int, rank: int, ask: Ask, tell: Any) -> None:
         self.store, self.key, self.rank, self.tell = store, f"{number}/failed", rank, tell
-        self.seconds = ask.timeout or 0.0
+        self.seconds = ask.timeout
         self.end = time.monotonic() + self.seconds
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="distctx-alarm", daemon=True)
@@ -201,6 +207,8 @@ class _Alarm:
 def _story(rank: int, events: list[dict[str, Any]]) -> Story:
     """A rank's story; what it raised because it was interrupted is no failure of its own."""
     story = Story(rank, events, status=0, ended=events[-1]["at"] if events else None)
+    if story.event("stop") is not None:
+        story.run_ended_by = rank
     if (stopped := story.event("stopped")) is not None:
         story.stopped, story.consequence_of = stopped["why"], stopped["cause"]
         story.stacks = stopped["stacks"]
@@ -261,10 +269,12 @@ class Lead(Party):
             self.lost.update(dict.fromkeys(absent, item.nodeid))
             names = list_ranks(absent).capitalize()
             why = f"{names} did not come to this test within {_BEGIN:g} s."
-            return [failure_here(item, "setup", why)], []
+            return [*([torn] if torn else []), failure_here(item, "setup", why)], []
         self.store.set(f"{self.number}/go", "yes")
         mine = self.take_part(self.number, item, ask, folder)
         stories = [_story(0, mine), *self._told(item, ask)]
+        if (first := peek(self.store, f"{self.number}/failed")) is not None:
+            stories[int(first)].was_first = True  # their own times begin some milliseconds apart
         events = [event for story in stories[1:] for event in story.events]
         events += [event for event in mine if event["event"] == "stop"]  # all else was said here
         return [*([torn] if torn else []), *reports_of(item, stories)], events
@@ -289,14 +299,14 @@ class Lead(Party):
 
     def _told(self, item: pytest.Item, ask: Ask) -> list[Story]:
         """The stories of the others, each waited for within one bound."""
-        end = time.monotonic() + (ask.timeout or 0.0) + GRACE + _TELL
+        end = time.monotonic() + (ask.timeout if self.clocks() else math.inf) + GRACE + _TELL
         stories = []
         for rank in range(1, self.world_size):
             told = await_key(self.store, f"{self.number}/told/{rank}", end - time.monotonic())
             if told is None:
                 self.lost[rank] = item.nodeid
                 why = "it was interrupted, and does not answer"
-                story = Story(rank, [{"event": "start", "at": 0.0}], stopped=why)
+                story = Story(rank, stopped=why)
             else:
                 story = _story(rank, json.loads(told))
             stories.append(story)
@@ -308,6 +318,8 @@ class Follower(Party):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.part: tuple[int, Ask, Path | None]
+        self.events: list[dict[str, Any]] = []
         for name in ("lfplugin", "nfplugin", "stepwiseplugin"):  # rank 0 writes the cache
             if self.config.pluginmanager.hasplugin(name):
                 self.config.pluginmanager.unregister(name=name)

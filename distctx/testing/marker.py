@@ -28,8 +28,8 @@ class Ask:
     world_size: int
     #: The rank to answer as, in a simulated world.
     rank: int = 0
-    #: Seconds that the test may take; None: no bound of its own.
-    timeout: float | None = None
+    #: Seconds that the test may take.
+    timeout: float = math.inf
     backend: str = "gloo"
     #: Torch's own checks of every collective.
     detail: bool = True
@@ -47,10 +47,10 @@ class Ask:
 def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
     """Make one test of each world size, and of each rank of a simulated one."""
     worlds = _worlds(mark)
-    ranks = _listed(mark, "rank", 0)
+    ranks = _listed("rank", mark.kwargs.get("rank", 0))
     for size in worlds:
         for rank in ranks:
-            _ask(mark, size, rank)
+            _ask(mark, size, rank, math.inf)
     metafunc.fixturenames.append(WORLD)
     many = "rank" in mark.kwargs
     metafunc.parametrize(
@@ -80,18 +80,16 @@ def ask_of(item: pytest.Item, default_timeout: float) -> Ask | None:
                 f"world_size={worlds}: one only, where the marker is added after collection, or in "
                 "a unittest.TestCase"
             )
-        size, rank = worlds[0], _listed(mark, "rank", 0)[0]
-    ask = _ask(mark, size, rank)
-    return ask if ask.timeout is not None else attrs.evolve(ask, timeout=default_timeout)
+        size, rank = worlds[0], _listed("rank", mark.kwargs.get("rank", 0))[0]
+    return _ask(mark, size, rank, default_timeout)
 
 
 def _wrong(text: str) -> pytest.Collector.CollectError:
     return pytest.Collector.CollectError(f"@pytest.mark.distributed: {text}")
 
 
-def _listed(mark: pytest.Mark, name: str, default: Any) -> list[int]:
+def _listed(name: str, given: Any) -> list[int]:
     """One or several whole numbers."""
-    given = mark.kwargs.get(name, default)
     numbers = list(given) if isinstance(given, list | tuple | range) else [given]
     if not numbers or any(type(n) is not int or n < 0 for n in numbers):
         raise _wrong(f"{name}={given!r}: wanted a whole number, or a list of them")
@@ -103,29 +101,26 @@ def _listed(mark: pytest.Mark, name: str, default: Any) -> list[int]:
 def _worlds(mark: pytest.Mark) -> list[int]:
     if len(mark.args) > 1 or (mark.args and "world_size" in mark.kwargs):
         raise _wrong("only the world size may stand without its name, and only once")
-    if mark.args:
-        mark = pytest.mark.distributed(world_size=mark.args[0]).mark
-    elif "world_size" not in mark.kwargs:
+    given = mark.args[0] if mark.args else mark.kwargs.get("world_size")
+    if given is None:
         shape = mark.kwargs.get("mesh_shape")
-        if shape is None or -1 in shape:
+        if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 1 for n in shape):
             raise _wrong("say world_size=, or a mesh_shape without -1")
-        return _listed(
-            pytest.mark.distributed(world_size=math.prod(shape)).mark, "world_size", None
-        )
-    sizes = _listed(mark, "world_size", None)
+        given = math.prod(shape)
+    sizes = _listed("world_size", given)
     if 0 in sizes:
         raise _wrong("world_size=0: a world has one rank at least")
     return sizes
 
 
-def _ask(mark: pytest.Mark, size: int, rank: int) -> Ask:
+def _ask(mark: pytest.Mark, size: int, rank: int, default_timeout: float) -> Ask:
     given = dict(mark.kwargs)
     given.pop("world_size", None)
     given.pop("rank", None)
     ask = Ask(
         world_size=size,
         rank=rank,
-        timeout=given.pop("timeout", None),
+        timeout=given.pop("timeout", default_timeout),
         backend=given.pop("backend", "gloo"),
         detail=given.pop("detail", True),
         guards=given.pop("guards", True),
@@ -138,9 +133,7 @@ def _ask(mark: pytest.Mark, size: int, rank: int) -> Ask:
             f"detail, guards, {', '.join(known)}"
         )
     timeout = ask.timeout
-    if timeout is not None and (
-        isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
-    ):
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise _wrong(f"timeout={timeout!r}: wanted seconds")
     if "rank" in mark.kwargs and ask.in_ranks:
         raise _wrong('rank= needs backend="fake"; a test of real ranks runs on all of them')

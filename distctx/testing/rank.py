@@ -148,10 +148,11 @@ class Teller:
             hook = self.config.hook.pytest_report_to_serializable
             self.tell("subtest", report=hook(config=self.config, report=report))
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(self) -> tuple[str, str, str] | None:
-        """Nothing of this rank alone goes to the terminal."""
-        return ("", "", "") if self.inside else None
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_report_teststatus(self) -> Generator[None, Any, Any]:
+        """Nothing of this rank alone goes to the terminal; pytest counts failed subtests here."""
+        status = yield
+        return ("", "", "") if self.inside else status
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str) -> None:
         """A warning belongs to the summary of the whole run."""

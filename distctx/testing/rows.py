@@ -55,7 +55,7 @@ class Row:
 
     rank: int
     #: ``passed``, ``skipped``, ``xfailed``, ``xpassed``, ``failed``, ``crashed``, ``hung``,
-    #: ``left`` (something behind).
+    #: ``left`` (something behind), ``ended`` (with the run, by ``pytest.exit``).
     what: str
     #: The phase: ``setup``, ``call`` or ``teardown``.
     when: str
@@ -69,6 +69,8 @@ class Row:
     consequence: bool = False
     #: Whether it stood outside torch, so that it did not wait for others there.
     outside: bool = False
+    #: Whether it is known to have failed before all others.
+    was_first: bool = False
     #: The type of the error.
     raised: str = ""
     #: The rank's own report of its failure, as JSON.
@@ -89,21 +91,25 @@ class Row:
 def rows_of(stories: Sequence[Story], folder: Path) -> list[Row]:
     """A row for each rank; paths are shown from ``folder``."""
     starts = [event["at"] for story in stories if (event := story.event("start"))]
-    began = min(starts, default=0.0)
+    began = min(starts, default=None)
     rows = [_Reader(story, began, folder).row() for story in stories]
     if all(row.what == "passed" for row in rows):
         return rows
-    return [_judged(row, rows) for row in rows]
+    blame = [_blames_others(row) for row in rows]
+    if all(blame):  # there is no rank to blame
+        return rows
+    return [
+        attrs.evolve(row, consequence=row.consequence or blames)
+        for row, blames in zip(rows, blame, strict=True)
+    ]
 
 
-def _judged(row: Row, rows: Sequence[Row]) -> Row:
-    """Mark what only follows from another rank's fate."""
-    others = any(other is not row for other in rows)
-    blames = row.what == "failed" and (
+def _blames_others(row: Row) -> bool:
+    """Whether a failure speaks of another rank that has gone."""
+    return row.what == "failed" and (
         row.raised == "RemoteRankError"
-        or (row.raised in _OTHERS_ERRORS and _OTHERS_FAULT.search(row.text))
+        or (row.raised in _OTHERS_ERRORS and _OTHERS_FAULT.search(row.text) is not None)
     )
-    return attrs.evolve(row, consequence=bool(row.consequence or (blames and others)))
 
 
 def in_order_of_guilt(rows: Sequence[Row]) -> list[Row]:
@@ -117,7 +123,7 @@ def in_order_of_guilt(rows: Sequence[Row]) -> list[Row]:
 
     def guilt(row: Row) -> tuple[Any, ...]:
         if row.what in ("failed", "crashed"):
-            return (2 if row.consequence else 0), row.at or 0.0, row.rank
+            return (2 if row.consequence else 0), not row.was_first, row.at or 0.0, row.rank
         if row.what == "hung":
             place = 3 if row.consequence else 1
             return place, not row.outside, company.count(row.where), row.rank
@@ -174,7 +180,7 @@ def _cells(group: list[Row]) -> list[str]:
 class _Reader:
     """Reads one rank's story."""
 
-    def __init__(self, story: Story, began: float, folder: Path) -> None:
+    def __init__(self, story: Story, began: float | None, folder: Path) -> None:
         self.story, self.began, self.folder = story, began, folder
         stopped = story.event("stopped")
         self.phases = [
@@ -188,6 +194,9 @@ class _Reader:
         failed = next((report for report in story.reports() if report["failed"]), None)
         if failed is not None:
             return self._failed(failed)
+        if story.run_ended_by is not None and (story.event("stop") or not story.event("end")):
+            text = f"rank {story.run_ended_by} ended the run"
+            return Row(story.rank, "ended", self._phase(), self._since(story.ended), text)
         if story.stopped is not None:
             where, outside = self._stood(story.stacks)
             return Row(
@@ -215,7 +224,7 @@ class _Reader:
         return "setup" if not self.phases else "call" if self.phases == ["setup"] else "teardown"
 
     def _since(self, at: float | None) -> float | None:
-        return None if at is None or not self.began else max(0.0, at - self.began)
+        return None if at is None or self.began is None else max(0.0, at - self.began)
 
     def _failed(self, failed: dict[str, Any]) -> Row:
         longrepr = failed["report"]["longrepr"]
@@ -235,21 +244,22 @@ class _Reader:
             text += f" (and then was stopped in {self._phase()}: {self.story.stopped})"
         return Row(
             self.story.rank, "failed", failed["when"], self._since(failed["at"]), text, where,
+            was_first=self.story.was_first,
             raised=failed["raised"] or "", report=failed["report"],
             stacks=_shortened(self.story.stacks),
         )  # fmt: skip
 
     def _well(self, end: dict[str, Any]) -> Row:
         reports = self.story.reports()
-        last = next((r for r in reports if r["outcome"] != "passed" or r["xfail"]), None)
+        telling = next((r for r in reports if r["outcome"] != "passed" or r["xfail"]), None)
         what, text = "passed", ""
-        if last is not None:
-            what = last["outcome"]
-            longrepr = last["report"]["longrepr"]
+        if telling is not None:
+            what = telling["outcome"]
+            longrepr = telling["report"]["longrepr"]
             text = str(longrepr[2] if isinstance(longrepr, list | tuple) else "")
-            if last["xfail"]:
-                what = "xfailed" if last["outcome"] == "skipped" else "xpassed"
-                text = last["report"].get("wasxfail", "")
+            if telling["xfail"]:
+                what = "xfailed" if telling["outcome"] == "skipped" else "xpassed"
+                text = telling["report"].get("wasxfail", "")
         return Row(self.story.rank, what, "call", self._since(end["at"]), text)
 
     def _last_line(self, longrepr: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import re
 import socket
 import tempfile
@@ -32,16 +31,12 @@ class RankTests:
     def __init__(self, config: pytest.Config, default_timeout: float) -> None:
         self.config = config
         self.default_timeout = default_timeout
-        self.why_fresh: str | None = None
+        fresh = config.getoption("distributed_fresh")
+        self.why_fresh = "asked for" if fresh else why_not_fork()
         self._number = 0
         # While tests run:
         self._ranks: Ranks
         self._folder: Path
-
-    def decide(self) -> None:
-        """Whether ranks may be forked; called when all is collected."""
-        asked = self.config.getoption("distributed_fresh")
-        self.why_fresh = "asked for" if asked else why_not_fork()
 
     def header(self) -> list[str]:
         """What the run says of its ranks."""
@@ -62,7 +57,7 @@ class RankTests:
                 try:
                     self._ranks = Zygote(self.config, self._be_rank(session))
                 except OSError as error:
-                    self.why_fresh = f"there was no fork: {error}"
+                    self.why_fresh = str(error)
             try:
                 return (yield)
             finally:
@@ -104,14 +99,14 @@ class RankTests:
         option = self.config.getoption
         clocks = not (option("usepdb", False) or option("trace", False) or is_debugged())
         with places(self._common_folder(), ask.world_size):
-            stories = watch(self._ranks, task, ask.timeout or math.inf, clocks=clocks)
+            stories = watch(self._ranks, task, ask.timeout, clocks=clocks)
             began = any(story.events for story in stories)
             if isinstance(self._ranks, Zygote) and (self._ranks.is_gone or not began):
                 self._ranks.close()
                 self._ranks = Fresh(self.config)
                 self.why_fresh = "the process that forked ranks has ended, or does not answer"
                 if not began:  # no rank has touched the test
-                    stories = watch(self._ranks, task, ask.timeout or math.inf, clocks=clocks)
+                    stories = watch(self._ranks, task, ask.timeout, clocks=clocks)
         return stories
 
     def _common_folder(self) -> Path | None:

@@ -58,6 +58,8 @@ class _Verdict:
             return self._alike(self.stories[first.rank])  # the others only waited for it
         if wrong:
             return self._failed(wrong[0])
+        if any(row.what == "ended" for row in self.rows):
+            return []  # as of a test in one process that ends the run
         if len({row.what for row in self.rows}) > 1:
             kinds = ", ".join(
                 f"{list_ranks([row.rank for row in self.rows if row.what == what])} {what}"
@@ -115,7 +117,9 @@ class _Verdict:
             stood = f"; it stood at {row.where}" if row.where else ""
             return f"{who} {row.text}, in {row.when}{at}{stood}"
         first = "failed first" if size > 1 else "failed"
-        return f"{who} {first}, in {row.when}{at}:"
+        gone = [other.rank for other in self.rows if not other.went_wrong]
+        why = f" {list_ranks(gone).capitalize()} had ended before." if row.consequence else ""
+        return f"{who} {first}, in {row.when}{at}:{why}"
 
     def _around(self, failed: pytest.TestReport, story: Story) -> list[pytest.TestReport]:
         """Complete a failure: what came before and after it, the table, the stacks, the output."""

@@ -55,11 +55,15 @@ class Story:
     events: list[dict[str, Any]] = attrs.field(factory=list)
     #: Its exit status, negative for a signal; None while it runs.
     status: int | None = None
-    #: When it ended, in seconds since the test began.
+    #: When it ended, by the clock of its events; None while it runs.
     ended: float | None = None
     #: Why it was killed by us, if it was, and the rank whose failure was the cause, if one was.
     stopped: str | None = None
     consequence_of: int | None = None
+    #: The rank that ended the whole run meanwhile, as ``pytest.exit`` does.
+    run_ended_by: int | None = None
+    #: Whether it is known to have failed before all others.
+    was_first: bool = False
     #: Where its threads stood when it was stopped, or when it crashed.
     stacks: str = ""
     #: What a rank that crashed had written in its last phase, by stream.
@@ -169,9 +173,8 @@ class _Watch:
         for story in self.stories:
             if story.event("stop") and not self.ended_by:
                 self.ended_by = story
-                for other in self.live():
-                    other.stopped = f"rank {story.rank} ended the run"
-                    other.consequence_of = story.rank
+                for each in self.stories:
+                    each.run_ended_by = story.rank
                 self.ranks.kill()
 
     def stop(self, why: str, cause: int | None) -> None:

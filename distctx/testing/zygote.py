@@ -34,6 +34,9 @@ __all__ = ["Exit", "Zygote", "why_not_fork"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 
+#: The signals that end it, with all ranks.
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
 #: Seconds within which the zygote answers.
 _ANSWER = 60.0
 
@@ -82,6 +85,16 @@ def _named_threads() -> list[str]:
     return [name for thread, name in names.items() if thread not in known and name != mine]
 
 
+def _what_is_wrong_here() -> str:
+    """What a child of this fork finds it cannot do, in words; empty where all is well."""
+    if "torch" in sys.modules:
+        from distctx import _torch
+
+        if _torch.cuda_was_forked():
+            return "CUDA was initialised, or asked whether it is available, in this process"
+    return ""
+
+
 def fork() -> int:
     """Fork, without the warning that some pool of threads is there."""
     with warnings.catch_warnings():
@@ -115,8 +128,10 @@ class Zygote:
                 self._socket.close()
                 _Nursery(config, theirs, parent, run).serve()
             theirs.close()
-            if self._line(_ANSWER) is None:
-                raise ChildProcessError("the process that forks ranks ended at once")
+            wrong = self._line(_ANSWER)
+        if wrong != "":
+            self.close()
+            raise ChildProcessError(wrong or "the process that was to fork ranks does not answer")
 
     def start(self, task: Mapping[str, Any]) -> None:
         """Fork the ranks of a task.
@@ -220,20 +235,24 @@ class _Nursery:
         self.ranks: dict[int, tuple[int, int, socket.socket]] = {}
         self.number = 0
         self.folder = Folder(Path())
+        self.pid = 0
+        self.signals = -1
 
     def serve(self) -> NoReturn:
         """Fork and reap until the parent ends."""
         try:
             self._prepare()
-            self.parent.sendall(b"1\n")
+            self._tell(_what_is_wrong_here())
             self._warm_up()  # while the parent runs what comes before the first ranks
             self._hear_signals()
             self._serve()
-            self._kill()
         except BaseException:
             traceback.print_exc()  # on the terminal: the parent will say only that this one ended
         finally:
-            os._exit(0)
+            try:
+                self._kill()
+            finally:
+                os._exit(0)
 
     def _prepare(self) -> None:
         self.pid = os.getpid()
@@ -250,7 +269,7 @@ class _Nursery:
         self.signals, theirs = os.pipe()
         os.set_blocking(theirs, False)
         os.set_blocking(self.signals, False)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
+        for number in (signal.SIGCHLD, *_ENDS):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
 
@@ -269,11 +288,14 @@ class _Nursery:
         while True:
             ready, _, _ = select.select([self.parent.fileno(), self.signals], [], [])
             if self.signals in ready:
-                if signal.SIGTERM in os.read(self.signals, 4096):
+                if set(os.read(self.signals, 4096)) & set(_ENDS):
                     return
                 self._reap()
             if self.parent.fileno() in ready:
-                data = self.parent.recv(65536)
+                try:
+                    data = self.parent.recv(65536)
+                except ConnectionError:  # it was killed before it read all
+                    return
                 if not data:
                     return
                 *lines, unread = (unread + data).split(b"\n")
@@ -310,7 +332,7 @@ class _Nursery:
             if not die_with_parent(self.pid):
                 os._exit(1)
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
+            for number in (signal.SIGCHLD, *_ENDS):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self.parent.close()
@@ -344,11 +366,16 @@ class _Nursery:
             if pid in self.ranks:
                 number, rank, way = self.ranks.pop(pid)
                 code = os.waitstatus_to_exitcode(status)
-                self._keep_output(rank, way)
+                if number == self.number:
+                    self._keep_output(rank, way)
                 way.close()
-                if not self.ranks:
-                    self._kill_strays()
-                self.parent.sendall(json.dumps([number, rank, code, at]).encode() + b"\n")
+                self._tell([number, rank, code, at])
+            if not self.ranks:  # an orphan may come only when the one before it has gone
+                self._kill_strays()
+
+    def _tell(self, what: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # the parent has ended; that is seen elsewhere
+            self.parent.sendall(json.dumps(what).encode() + b"\n")
 
     def _keep_output(self, rank: int, way: socket.socket) -> None:
         """What a rank had written since its last report, out of its open files: nothing, unless it
