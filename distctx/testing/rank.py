@@ -93,6 +93,7 @@ class Teller:
         self.config, self.tell = config, tell
         self.backend, self.world_size = backend, world_size
         self.inside = False
+        self.failed_parts = 0
         #: How a runtime of this rank finds the others, beyond what the environment says.
         self.meeting: dict[str, Any] = {}
         #: The folder that all ranks share.
@@ -121,6 +122,12 @@ class Teller:
         report = yield
         if self.inside:  # of a part of the test, a subtest; see pytest_runtest_logreport
             return report
+        if report.when == "call" and report.passed and self.failed_parts:
+            parts = "subtest" if self.failed_parts == 1 else "subtests"  # as pytest does on show
+            report.outcome, report.longrepr = (
+                "failed",
+                f"contains {self.failed_parts} failed {parts}",
+            )
         as_json = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         self.tell(
             "report",
@@ -147,12 +154,12 @@ class Teller:
         if self.inside:
             hook = self.config.hook.pytest_report_to_serializable
             self.tell("subtest", report=hook(config=self.config, report=report))
+            self.failed_parts += report.failed
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_report_teststatus(self) -> Generator[None, Any, Any]:
-        """Nothing of this rank alone goes to the terminal; pytest counts failed subtests here."""
-        status = yield
-        return ("", "", "") if self.inside else status
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self) -> tuple[str, str, str] | None:
+        """Nothing of this rank alone goes to the terminal."""
+        return ("", "", "") if self.inside else None
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str) -> None:
         """A warning belongs to the summary of the whole run."""
