@@ -108,7 +108,7 @@ class Party:
                     tell("start", pid=os.getpid())
                     teller.run(item)
                 _let_go_of_errors()
-            left = before.what_is_left() if ask.guards else []
+            left = before.what_is_left() if ask.guards and not teller.failed else []
             tell("end", left=left)
         finally:
             self.config.pluginmanager.unregister(teller)

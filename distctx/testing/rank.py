@@ -93,6 +93,7 @@ class Teller:
         self.config, self.tell = config, tell
         self.backend, self.world_size = backend, world_size
         self.inside = False
+        self.failed = False
         self.failed_parts = 0
         #: How a runtime of this rank finds the others, beyond what the environment says.
         self.meeting: dict[str, Any] = {}
@@ -128,6 +129,7 @@ class Teller:
                 "failed",
                 f"contains {self.failed_parts} failed {parts}",
             )
+        self.failed = self.failed or report.failed
         as_json = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         self.tell(
             "report",
@@ -259,7 +261,7 @@ def run_here(
         if is_debugged():
             me.tell("debugger")
         item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
-        left = before.what_is_left() if task["guards"] else []
+        left = before.what_is_left() if task["guards"] and not me.failed else []
         me.tell("end", left=left)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
