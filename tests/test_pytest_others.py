@@ -76,6 +76,10 @@ def test_pytest_timeout_guards_from_outside(suite):
     """It ends a test of many ranks, whose report still says where each stood; the next one runs."""
     run = suite(
         """
+@pytest.mark.distributed(2)
+def test_that_waits_until_all_is_imported():
+    pass
+
 @pytest.mark.timeout(2)
 @pytest.mark.distributed(2)
 def test_stuck(distributed_runtime):
@@ -88,7 +92,7 @@ def test_next(distributed_runtime):
     dist.barrier()
 """
     )
-    assert run.outcomes == {"failed": 1, "passed": 1}, run.text
+    assert run.outcomes == {"failed": 1, "passed": 2}, run.text
     report = run.about("test_stuck")
     assert report.strip().startswith("Rank 1 of 2 did not end, in call: Timeout (>2.0s)")
     assert "time.sleep(1000)" in run.row("test_stuck", 0)
