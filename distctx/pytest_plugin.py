@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
@@ -39,6 +39,7 @@ _MARKER = (
 _tests: pytest.StashKey[RankTests] = pytest.StashKey()
 _failed: pytest.StashKey[bool] = pytest.StashKey()
 _launch: pytest.StashKey[LaunchEnvironment | None] = pytest.StashKey()
+_said: pytest.StashKey[_Held] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,12 +77,28 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     config.option.xmlpath = None  # rank 0 writes it
     if config.option.basetemp:  # which each run empties
         config.option.basetemp = f"{config.option.basetemp}-rank{launch.rank}"
-    said = io.StringIO()
+    said = config.stash[_said] = _Held(sys.stdout)
     with contextlib.redirect_stdout(said):  # the terminal reporter writes to what it finds there
         status = yield
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    if said.held and status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         print(said.getvalue(), file=sys.stderr)
     return status
+
+
+class _Held(io.StringIO):
+    """What is said while it is not known yet, or is known, that another rank speaks."""
+
+    def __init__(self, to: IO[str]) -> None:
+        super().__init__()
+        self.to, self.held = to, True
+
+    def write(self, text: str) -> int:
+        return super().write(text) if self.held else self.to.write(text)
+
+    def let_go(self) -> None:
+        """Say it, and all that comes."""
+        self.held = False
+        self.to.write(self.getvalue())
 
 
 def _find_launch() -> LaunchEnvironment | None:
@@ -116,9 +133,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.pluginmanager.hasplugin("distctx-fresh-rank"):
         return
-    if not any(item.get_closest_marker("distributed") is not None for item in session.items):
-        return
     config = session.config
+    if not any(item.get_closest_marker("distributed") is not None for item in session.items):
+        if _said in config.stash:  # no test is distctx's, so each rank is a pytest of its own
+            config.stash[_said].let_go()
+        return
     timeout = _timeout(config)
     plugin: Any
     if (launch := config.stash.get(_launch, None)) is not None:

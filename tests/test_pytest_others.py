@@ -255,3 +255,18 @@ def test_under_a_launcher_all_may_pass(suite):
     )
     assert "2 passed" in run.text, run.text
     assert run.result.ret == 0
+
+
+def test_under_a_launcher_a_suite_without_marked_tests_is_left_alone(suite):
+    """Each rank is a pytest of its own, which runs and says all."""
+    run = suite(
+        """
+def test_it():
+    print("rank", os.environ["RANK"])
+""",
+        "-s",
+        python=tuple(torchrun("-m", "pytest", nproc=2)),
+    )
+    assert run.text.count("test session starts") == 2
+    assert run.text.count("1 passed") == 2
+    assert all(f"rank {rank}" in run.text for rank in (0, 1))
