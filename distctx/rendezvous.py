@@ -210,11 +210,13 @@ class _Guest:
     def _leave(self, room: Store, standing: str) -> str | None:
         """Leave a room for a newer one, so that it can never be let go without this rank.
 
-        Returns its verdict where it was settled before.
+        Returns its verdict where it was settled before. Who was kept out has nothing to leave, and
+        that others left says nothing: the one who holds its rank may be dead, of an earlier run.
         """
         if standing == _REFUSED:
-            return peek(room, "verdict")
-        said = room.compare_set("verdict", "", _LEFT).decode()
+            said = peek(room, "verdict") or _LEFT
+        else:
+            said = room.compare_set("verdict", "", _LEFT).decode()
         return None if said == _LEFT else said
 
     def _room(self, number: int) -> Store:

@@ -87,6 +87,14 @@ def together(*acts: Callable[[], Any]) -> list[Any]:
     return results
 
 
+def wait_until(is_so: Callable[[], object]) -> bool:
+    """Whether it became so within some seconds."""
+    deadline = time.monotonic() + 10
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return bool(is_so())
+
+
 def test_all_get_the_same_word(store: dist.Store) -> None:
     """Ranks that meet share a token, new at each meeting, and a prefix of their own."""
     tokens = set()
@@ -132,6 +140,22 @@ def test_old_rooms_are_left_alone(store: dist.Store) -> None:
     acts = [lambda r=r: time.sleep(0.3 * (r == 0)) or come(store, r, 2) for r in range(2)]
     met = together(*acts)
     assert met[0].token == met[1].token
+
+
+def test_who_was_kept_out_of_a_dead_room_follows_to_the_next(store: dist.Store) -> None:
+    """A rank started again finds its own dead self in the last room, which a rank that was never
+    in it joins and leaves; all three meet in the new one."""
+    room = dist.PrefixStore(str(store.add("rooms", 1)), store)
+    room.set("rank/2", json.dumps({"rank": 2, "host": "dead", "pid": 1, "wants": {}}))
+
+    def rank_zero() -> Meeting:
+        assert wait_until(lambda: peek(room, "twice"))  # rank 2 stands before the door
+        assert wait_until(lambda: peek(room, "rank/1"))
+        assert room.compare_set("verdict", "", "left").decode() == "left"  # rank 1 was the faster
+        return come(store, 0, 3)
+
+    met = together(rank_zero, lambda: come(store, 1, 3), lambda: come(store, 2, 3))
+    assert len({one.token for one in met}) == 1
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
