@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
-from distctx.testing import TASK, WORLD
+from distctx.testing import RANK, TASK, WORLD
 
 if TYPE_CHECKING:
     from distctx.environment import LaunchEnvironment
@@ -205,6 +205,6 @@ def distributed_runtime(
 @pytest.fixture
 def shared_tmp_path(request: pytest.FixtureRequest) -> Path:
     """One temporary folder for all ranks of a test; ``tmp_path`` is a folder for each."""
-    rank = request.config.pluginmanager.getplugin("distctx-rank")
+    rank = request.config.pluginmanager.getplugin(RANK)
     path: Path = request.getfixturevalue("tmp_path") if rank is None else rank.shared
     return path

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from distctx.runtime import DistributedRuntime
+from distctx.testing import RANK
 from distctx.testing.guards import left_group
 from distctx.testing.marker import Ask, ask_of
 from distctx.testing.rank import LOOPBACK
@@ -27,7 +28,7 @@ class Maker:
 
     def __init__(self, request: pytest.FixtureRequest, timeout: float) -> None:
         self.ask = ask_of(request.node, timeout) or Ask(1)
-        self.rank = request.config.pluginmanager.getplugin("distctx-rank")
+        self.rank = request.config.pluginmanager.getplugin(RANK)
         self.failed = False
         self._made: list[DistributedRuntime] = []
         self._environment = pytest.MonkeyPatch()

@@ -17,7 +17,7 @@ import pytest
 
 from distctx.testing import TASK
 from distctx.testing.journal import Folder, Journal
-from distctx.testing.rank import ONE_THREAD, STACKS, die_with_parent, item_of, run_here
+from distctx.testing.rank import ONE_THREAD, STACKS, die_with_parent, item_of, kill_group, run_here
 from distctx.testing.zygote import Exit
 
 __all__ = ["Fresh", "FreshRank"]
@@ -26,9 +26,9 @@ __all__ = ["Fresh", "FreshRank"]
 MARK = "_DISTCTX_TEST"
 
 #: Sees the modules that its maker sees, whichever way that one was started.
-_PROGRAM = """
+_PROGRAM = f"""
 import json, os, sys
-sys.path[:] = json.load(open(os.environ["_DISTCTX_TEST_RANK"].rsplit(":", 2)[0]))["path"]
+sys.path[:] = json.load(open(os.environ["{TASK}"].rsplit(":", 2)[0]))["path"]
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))
 """
@@ -81,7 +81,7 @@ class Fresh:
                 if process.poll() is not None
             ]
             for exit in found:
-                self._signal(self._ranks.pop(exit.rank), signal.SIGKILL)
+                kill_group(self._ranks.pop(exit.rank).pid)
             if found and not self._ranks:
                 self._kill_strays()
             if found or now >= end:
@@ -97,7 +97,7 @@ class Fresh:
     def kill(self) -> None:
         """Kill every rank that lives, and what it started."""
         for process in self._ranks.values():
-            self._signal(process, signal.SIGKILL)
+            kill_group(process.pid)
 
     def close(self) -> None:
         """Kill them, and wait until they are gone."""
@@ -117,10 +117,6 @@ class Fresh:
             with contextlib.suppress(OSError):  # it has ended, or is not ours
                 if mark in path.read_bytes() + b"\0":
                     os.kill(int(path.parent.name), signal.SIGKILL)
-
-    def _signal(self, process: subprocess.Popen[bytes], number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
 
 
 def _arguments(config: pytest.Config) -> list[str]:

@@ -22,8 +22,6 @@ def places(folder: Path | None, wanted: int) -> Iterator[None]:
     if folder is None:
         yield
         return
-    import fcntl
-
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))
     else:
@@ -34,22 +32,22 @@ def places(folder: Path | None, wanted: int) -> Iterator[None]:
             for number in range(processors)
         ]
         with (folder / "gate").open("w") as gate:
-            fcntl.flock(gate, fcntl.LOCK_EX)  # one takes at a time, so no two wait for each other
+            _lock(gate)  # one takes at a time, so no two wait for each other
             missing = min(wanted, processors)
             while missing:
-                taken = [file for file in files[:missing] if _take(file)]
+                taken = [file for file in files[:missing] if _lock(file, wait=False)]
                 missing -= len(taken)
                 files = [file for file in files if file not in taken]
-                files.append(files.pop(0)) if files else None
+                files = files[1:] + files[:1]  # where nobody took the first, the next may be free
                 time.sleep(0 if taken else 0.005)
         yield
 
 
-def _take(file: IO[str]) -> bool:
-    import fcntl
+def _lock(file: IO[str], *, wait: bool = True) -> bool:
+    import fcntl  # not there on Windows, which has no ranks to be forked
 
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     return True

@@ -31,13 +31,14 @@ from distctx.exceptions import DistctxError
 from distctx.rendezvous import meet
 from distctx.reports import list_ranks
 from distctx.stores import PrefixStore, Store, await_key, open_store, peek, wait_for_count
+from distctx.testing import RANK
 from distctx.testing.guards import Before, left_group
 from distctx.testing.journal import as_json
 from distctx.testing.marker import Ask, ask_of
-from distctx.testing.rank import STACKS, Teller, is_debugged, item_of
-from distctx.testing.session import asked, kept_folder, report_on, torn_down
+from distctx.testing.rank import STACKS, Teller, clocks_run, item_of
+from distctx.testing.session import Told, kept_folder, run_marked, torn_down
 from distctx.testing.verdict import failure_here, reports_of
-from distctx.testing.watch import GRACE, Story
+from distctx.testing.watch import GRACE, Story, went_wrong
 
 __all__ = ["Follower", "Lead"]
 
@@ -76,10 +77,6 @@ class Party:
         )  # fmt: skip
         return meeting.store
 
-    def clocks(self) -> bool:
-        """Whether tests have bounds: not where somebody debugs."""
-        return not (self.config.getoption("usepdb", False) or is_debugged())
-
     def take_part(
         self, number: int, item: pytest.Item, ask: Ask, folder: Path | None
     ) -> list[dict[str, Any]]:
@@ -89,11 +86,11 @@ class Party:
 
         def tell(event: str, **what: Any) -> None:
             events.append({"event": event, "at": time.monotonic() - began} | what)
-            if what.get("failed") or (what.get("xfail") and what["outcome"] == "skipped"):
+            if event == "report" and went_wrong(what):
                 self.store.compare_set(f"{number}/failed", "", str(self.rank))
 
         teller = Teller(self.config, tell, ask.backend, self.world_size)
-        self.config.pluginmanager.register(teller, Teller.NAME)
+        self.config.pluginmanager.register(teller, RANK)
         if folder is not None:
             teller.shared = folder / "shared"
             teller.shared.mkdir(parents=True, exist_ok=True)
@@ -103,7 +100,7 @@ class Party:
                 alarm = _Alarm(self.store, number, self.rank, ask, tell)
                 with (
                     contextlib.suppress(pytest.fail.Exception),  # the alarm, just after the test
-                    alarm if self.clocks() else contextlib.nullcontext(),
+                    alarm if clocks_run(self.config) else contextlib.nullcontext(),
                 ):
                     tell("start", pid=os.getpid())
                     teller.run(item)
@@ -245,19 +242,16 @@ class Lead(Party):
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
         """A test of many ranks, on all of them; every other test here alone."""
-        ask = asked(item, nextitem, self.default_timeout)
-        if not isinstance(ask, Ask):
+        done = run_marked(item, nextitem, self.default_timeout, self._reports)
+        if done is None:
             self.store.add("news", 1)
-            return ask
-        return report_on(item, nextitem, lambda: self._reports(item, ask))
+        return done
 
     def _announce(self, what: dict[str, Any]) -> None:
         self.number += 1
         self.store.set(f"{self.number}/test", json.dumps(what))
 
-    def _reports(
-        self, item: pytest.Item, ask: Ask
-    ) -> tuple[list[pytest.TestReport], list[dict[str, Any]]]:
+    def _reports(self, item: pytest.Item, ask: Ask) -> Told:
         if (report := self._cannot_run(item, ask)) is not None:
             return [report], []
         # All ends here, so that what is there afterwards is this test's.
@@ -299,7 +293,12 @@ class Lead(Party):
 
     def _told(self, item: pytest.Item, ask: Ask) -> list[Story]:
         """The stories of the others, each waited for within one bound."""
-        end = time.monotonic() + (ask.timeout if self.clocks() else math.inf) + GRACE + _TELL
+        end = (
+            time.monotonic()
+            + (ask.timeout if clocks_run(self.config) else math.inf)
+            + GRACE
+            + _TELL
+        )
         stories = []
         for rank in range(1, self.world_size):
             told = await_key(self.store, f"{self.number}/told/{rank}", end - time.monotonic())

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from distctx.launchers import known_variables
-from distctx.testing import _pytest
+from distctx.testing import RANK, _pytest
 from distctx.testing.guards import Before
 from distctx.testing.journal import Folder, Journal
 
@@ -28,9 +28,11 @@ __all__ = [
     "STACKS",
     "Rank",
     "Teller",
+    "clocks_run",
     "die_with_parent",
     "is_debugged",
     "item_of",
+    "kill_group",
     "one_thread",
     "run_here",
     "skip_without_gpus",
@@ -82,10 +84,8 @@ def task_for(item: pytest.Item, ask: Ask, folder: Path, own: Path, port: int) ->
 class Teller:
     """The plugin of one rank while it runs a test; tells of it by ``tell(event, **what)``.
 
-    ``pytest_plugin`` finds it under the name ``NAME``.
+    It is registered as ``RANK``, where the fixtures find it.
     """
-
-    NAME = "distctx-rank"
 
     def __init__(
         self, config: pytest.Config, tell: Callable[..., None], backend: str, world_size: int
@@ -254,7 +254,7 @@ def run_here(
         _pytest.set_base_folder(config, Path(task["own"]) / f"rank-{rank}")
         _leave_timeouts_outside(config, item)
         _silence_xdist(config)
-        config.pluginmanager.register(me, Rank.NAME)
+        config.pluginmanager.register(me, RANK)
         one_thread()
         before = Before()
         me.tell("start", pid=os.getpid())
@@ -295,6 +295,12 @@ def one_thread() -> None:
             torch.distributed.set_debug_level_from_env()
 
 
+def clocks_run(config: pytest.Config) -> bool:
+    """Whether tests have bounds: not where somebody debugs."""
+    option = config.getoption
+    return not (option("usepdb", False) or option("trace", False) or is_debugged())
+
+
 def is_debugged() -> bool:
     """Whether a debugger is attached to this process; one that measures coverage is none."""
     if "pydevd" in sys.modules or "debugpy" in sys.modules:
@@ -318,6 +324,12 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
+
+
+def kill_group(pid: int) -> None:
+    """Kill what stands in the process group that a rank leads, if there is one still."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _leave_timeouts_outside(config: pytest.Config, item: pytest.Item) -> None:

@@ -18,7 +18,7 @@ import attrs
 from distctx.reports import list_ranks
 from distctx.testing.watch import Story
 
-__all__ = ["Row", "folded", "in_order_of_guilt", "rows_of", "table"]
+__all__ = ["Row", "in_order_of_guilt", "rows_of", "table"]
 
 #: What a rank says when another has gone, or has failed: of gloo, NCCL, torch's store, distctx.
 _OTHERS_FAULT = re.compile(
@@ -93,8 +93,6 @@ def rows_of(stories: Sequence[Story], folder: Path) -> list[Row]:
     starts = [event["at"] for story in stories if (event := story.event("start"))]
     began = min(starts, default=None)
     rows = [_Reader(story, began, folder).row() for story in stories]
-    if all(row.what == "passed" for row in rows):
-        return rows
     blame = [_blames_others(row) for row in rows]
     if all(blame):  # there is no rank to blame
         return rows
@@ -132,7 +130,7 @@ def in_order_of_guilt(rows: Sequence[Row]) -> list[Row]:
     return sorted(wrong, key=guilt)
 
 
-def folded(rows: Sequence[Row]) -> list[list[Row]]:
+def _folded(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that are alike, together, in the order of the first of each."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -144,7 +142,7 @@ def table(rows: Sequence[Row]) -> str:
     """All rows, folded, those that went wrong first."""
     wrong = in_order_of_guilt(rows)
     lines = [
-        _cells(group) for group in folded([*wrong, *(row for row in rows if row not in wrong)])
+        _cells(group) for group in _folded([*wrong, *(row for row in rows if row not in wrong)])
     ]
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     return "\n".join(

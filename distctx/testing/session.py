@@ -17,12 +17,12 @@ from distctx.testing import _pytest
 from distctx.testing.fresh import Fresh
 from distctx.testing.gate import places
 from distctx.testing.marker import Ask, ask_of
-from distctx.testing.rank import is_debugged, item_of, run_here, task_for
+from distctx.testing.rank import clocks_run, item_of, run_here, task_for
 from distctx.testing.verdict import failure_here, reports_of
 from distctx.testing.watch import Ranks, Story, watch
 from distctx.testing.zygote import Zygote, why_not_fork
 
-__all__ = ["RankTests", "asked", "kept_folder", "report_on", "torn_down"]
+__all__ = ["RankTests", "Told", "kept_folder", "run_marked", "torn_down"]
 
 
 class RankTests:
@@ -78,14 +78,9 @@ class RankTests:
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
         """Run a marked test on ranks of its own."""
-        ask = asked(item, nextitem, self.default_timeout)
-        if not isinstance(ask, Ask):
-            return ask
-        return report_on(item, nextitem, lambda: self._reports(item, ask))
+        return run_marked(item, nextitem, self.default_timeout, self._reports)
 
-    def _reports(
-        self, item: pytest.Item, ask: Ask
-    ) -> tuple[list[pytest.TestReport], list[dict[str, Any]]]:
+    def _reports(self, item: pytest.Item, ask: Ask) -> Told:
         stories = self._run(item, ask)
         events = [event for story in stories for event in story.events]
         return reports_of(item, stories, self.header()), events
@@ -96,8 +91,7 @@ class RankTests:
         folder.mkdir()
         own = kept_folder(item) or folder
         task = task_for(item, ask, folder, own, _free_port())
-        option = self.config.getoption
-        clocks = not (option("usepdb", False) or option("trace", False) or is_debugged())
+        clocks = clocks_run(self.config)
         with places(self._common_folder(), ask.world_size):
             stories = watch(self._ranks, task, ask.timeout, clocks=clocks)
             began = any(story.events for story in stories)
@@ -124,23 +118,33 @@ def kept_folder(item: pytest.Item) -> Path | None:
     return _pytest.new_folder(item.config, re.sub(r"\W", "_", item.name)[:30])
 
 
-def asked(item: pytest.Item, nextitem: pytest.Item | None, timeout: float) -> Ask | bool | None:
-    """What a test of many ranks asks for, and None for another test; True where it asks for what
-    cannot be, which is then its report."""
-    try:
-        ask = ask_of(item, timeout)
-    except pytest.Collector.CollectError as error:
-        text = str(error)
-        return report_on(item, nextitem, lambda: ([failure_here(item, "setup", text)], []))
-    return ask if ask is not None and ask.in_ranks else None
+Told = tuple[Sequence[pytest.TestReport], Sequence[Mapping[str, Any]]]
 
 
-def report_on(
+def run_marked(
     item: pytest.Item,
     nextitem: pytest.Item | None,
-    run: Callable[[], tuple[Sequence[pytest.TestReport], Sequence[Mapping[str, Any]]]],
-) -> bool:
-    """Run a test in pytest's place: log its reports, and pass on what the ranks' events ask for."""
+    timeout: float,
+    run: Callable[[pytest.Item, Ask], Told],
+) -> bool | None:
+    """Run a test of many ranks in pytest's place, or return None for another test.
+
+    Args:
+        timeout: seconds for a test whose marker does not say.
+        run: gives a test's reports, and what its ranks told.
+    """
+    try:
+        ask = ask_of(item, timeout)
+    except pytest.Collector.CollectError as error:  # it asks for what cannot be
+        text = str(error)
+        return _report_on(item, nextitem, lambda: ([failure_here(item, "setup", text)], []))
+    if ask is None or not ask.in_ranks:
+        return None
+    return _report_on(item, nextitem, lambda: run(item, ask))
+
+
+def _report_on(item: pytest.Item, nextitem: pytest.Item | None, run: Callable[[], Told]) -> bool:
+    """Log a test's reports, and pass on what the ranks' events ask for."""
     log = item.ihook.pytest_runtest_logreport
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     try:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +14,10 @@ import attrs
 import pytest
 
 from distctx.testing.journal import Folder
+from distctx.testing.rank import kill_group
 from distctx.testing.zygote import Exit
 
-__all__ = ["Ranks", "Story", "watch"]
+__all__ = ["Ranks", "Story", "watch", "went_wrong"]
 
 #: Seconds that the others have, after the first rank has failed, to end by themselves.
 GRACE = 1.0
@@ -79,12 +78,13 @@ class Story:
 
     def first_failure(self) -> float | None:
         """When the first thing went wrong that its rank itself knows of."""
-        times = [
-            report["at"]
-            for report in self.reports()
-            if report["failed"] or (report["xfail"] and report["outcome"] == "skipped")
-        ]
-        return min(times, default=None)
+        return min((report["at"] for report in self.reports() if went_wrong(report)), default=None)
+
+
+def went_wrong(report: Mapping[str, Any]) -> bool:
+    """Whether a rank's report tells of a failure, one that was expected included: others may wait
+    for that rank."""
+    return bool(report["failed"] or (report["xfail"] and report["outcome"] == "skipped"))
 
 
 def watch(ranks: Ranks, task: Mapping[str, Any], timeout: float, *, clocks: bool) -> list[Story]:
@@ -104,7 +104,6 @@ class _Watch:
         self.folder = Folder(Path(task["folder"]))
         self.stories = [Story(rank) for rank in range(task["world_size"])]
         self.began: float | None = None  # when all ranks ran
-        self.ended_by: Story | None = None
 
     def run(self) -> list[Story]:
         try:
@@ -171,8 +170,7 @@ class _Watch:
             if story.event("debugger"):
                 self.clocks = False
         for story in self.stories:
-            if story.event("stop") and not self.ended_by:
-                self.ended_by = story
+            if story.event("stop") and story.run_ended_by is None:
                 for each in self.stories:
                     each.run_ended_by = story.rank
                 self.ranks.kill()
@@ -201,7 +199,7 @@ class _Watch:
             story.events += self.folder.news(story.rank)
             story.stopped, story.ended = why, time.monotonic()
             if (start := story.event("start")) is not None:
-                _kill_group(start["pid"])
+                kill_group(start["pid"])
 
     def read(self, story: Story) -> None:
         """What is in the rank's files at the end."""
@@ -211,11 +209,6 @@ class _Watch:
             for stream in ("stdout", "stderr"):
                 if text := self.folder.text(self.folder.output(story.rank, stream)):
                     story.output[stream] = text
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _state(story: Story) -> str:
