@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from distctx import display
+from distctx import display, picture
 from distctx.environment import LaunchEnvironment
 from distctx.exceptions import DistctxError, LaunchEnvironmentError, LayoutError, exit_status
 from distctx.launchers import known_variables
@@ -128,7 +128,7 @@ def show_layout(args: argparse.Namespace) -> int:
     layout = layout.resolve(args.world_size or layout.world_size)
     groups = args.groups.split(",") if args.groups else ()
     size = shutil.get_terminal_size()
-    print(display.draw(layout, args.rank, groups, size.columns, max(size.lines, 24)))
+    print(picture.draw(layout, args.rank, groups, size.columns, max(size.lines, 24)))
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -171,6 +172,43 @@ class MeshLayout:
         )
         return f"MeshLayout({dims})"
 
+    def draw(self, rank: int | None = None, *dims: Dim) -> str:
+        """This layout as a grid of ranks that fits the terminal; what is too much is left out.
+
+        Args:
+            rank: marked ``[13]``.
+            dims: mark the group of ``rank`` along these, ``(5)``, and list all such groups.
+
+        Raises:
+            LayoutError: a size is -1, or there is no such rank or dim.
+
+        Example:
+            >>> print(MeshLayout((2, 4), ("dp", "tp")).draw(5, "dp"))
+            dp=2 × tp=4: 8 ranks
+            <BLANKLINE>
+              tp= 0   1   2   3
+            dp=0  0  (1)  2   3
+            dp=1  4  [5]  6   7
+            <BLANKLINE>
+            [5] rank 5 at (dp=1, tp=1)
+            <BLANKLINE>
+            ( ) its dp group: 1, 5
+            dp groups: 4 of 2 ranks
+              0, 4
+              1, 5
+              2, 6
+              3, 7
+        """
+        from distctx.picture import draw  # a layout that nobody looks at needs none of it
+
+        size = shutil.get_terminal_size()
+        return str(draw(self, rank, dims, size.columns, max(size.lines, 24)))
+
+    def _repr_html_(self) -> str:
+        from distctx.picture import code, draw
+
+        return draw(self).html(repr(self)) if self.is_resolved else code(repr(self))
+
     @property
     def ndim(self) -> int:
         """The number of dims."""
@@ -248,6 +286,21 @@ class MeshLayout:
         if len(set(indices)) != len(indices):
             raise LayoutError(f"{what}={given!r} holds a dim twice; give each dim once.")
         return indices or tuple(range(self.ndim))
+
+    def in_order(self, dims: Iterable[Dim]) -> tuple[int, ...]:
+        """The indices of several dims, which must be given in the order of the mesh.
+
+        Raises:
+            LayoutError: they are not, or there is no such dim.
+        """
+        given = tuple(dims)
+        indices = self.dims(given)
+        if list(indices) != sorted(indices):
+            raise LayoutError(
+                f"dims {given} are not in the order of the mesh; pass "
+                f"{tuple(self.dim_names[i] for i in sorted(indices))}."
+            )
+        return indices
 
     def _check_rank(self, rank: int) -> int:
         self._require_resolved()

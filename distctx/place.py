@@ -103,6 +103,18 @@ class Place:
         """The place of another rank in the same layout."""
         return Place.of(rank, self.layout, self.parallelism)
 
+    @property
+    def doubts(self) -> str:
+        """What about the data may not be meant, in words; empty where all is clear."""
+        unknown = self.parallelism.unknown_names(self.layout)
+        if not unknown or self.layout.world_size == 1:
+            return ""
+        return (
+            f"no dim of the mesh {self.layout} is known to split the data ({', '.join(unknown)} "
+            "mean nothing here), so dp_partition is (1, 0) and every rank reads all of it; say "
+            "dp_mesh_dim=, or sharded_by_data_parallel=False if that is meant"
+        )
+
     def __str__(self) -> str:
         where = self.layout.name_of(self.coordinate)
         return f"rank {self.rank}/{self.layout.world_size} at {where}"

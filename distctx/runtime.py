@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import attrs
 
-from distctx.exceptions import LayoutError, RuntimeStateError
+from distctx.exceptions import RuntimeStateError
 from distctx.layout import Dim
 from distctx.request import Request
 from distctx.settings import Settings, open_runtimes
@@ -164,15 +164,8 @@ class DistributedRuntime(Settings):
         if there is None and environment.reason:
             level = logging.WARNING if environment.is_doubtful else logging.INFO
             log.log(level, "starting a world of 1: %s", environment.reason)
-        unknown = place.parallelism.unknown_names(place.layout)
-        if unknown and place.layout.world_size > 1:
-            log.warning(
-                "no dim of the mesh %s is known to split the data (%s mean nothing here), so "
-                "dp_partition is (1, 0) and every rank reads all of it; say dp_mesh_dim=, or "
-                "sharded_by_data_parallel=False if that is meant",
-                place.layout,
-                ", ".join(unknown),
-            )
+        if place.doubts:
+            log.warning("%s", place.doubts)
         life = there or start.make(request, environment, place.layout)
         if outer is not None and outer._hold is not None and outer._hold.world is life:
             cache = outer._hold.cache
@@ -282,7 +275,7 @@ class DistributedRuntime(Settings):
         found = self._submeshes.get(dims)
         if found is None:
             cache = self._built(f"submesh({_listed(dims)})")
-            found = self._submeshes[dims] = cache.submesh(self._in_order(dims))
+            found = self._submeshes[dims] = cache.submesh(self.layout.in_order(dims))
         return found
 
     def group(self, *dims: Dim) -> ProcessGroup:
@@ -297,7 +290,7 @@ class DistributedRuntime(Settings):
         found = self._groups.get(dims)
         if found is None:
             cache = self._built(f"group({_listed(dims)})")
-            found = cache.group(self._in_order(dims)) if dims else self._life("group").group
+            found = cache.group(self.layout.in_order(dims)) if dims else self._life("group").group
             self._groups[dims] = found
         group: ProcessGroup = found
         return group
@@ -349,14 +342,28 @@ class DistributedRuntime(Settings):
         Args:
             rank: of whom; None: of this one.
         """
-        from distctx.display import describe
+        from distctx import display  # here, since importing is not free
 
-        return describe(self, rank)
+        return display.describe(self, rank)
+
+    def draw(self, *dims: Dim) -> str:
+        """The layout as a grid of ranks, this one marked ``[5]``, its group along ``dims`` ``(4)``.
+        Talks to nobody; there before opening too.
+
+        Raises:
+            LayoutError: no such dim.
+        """
+        return self.layout.draw(self.rank, *dims)
 
     def __repr__(self) -> str:
-        from distctx.display import summary
+        from distctx import display
 
-        return f"DistributedRuntime({summary(self)})"
+        return f"DistributedRuntime({display.summary(self)})"
+
+    def _repr_html_(self) -> str:
+        from distctx import display
+
+        return display.as_html(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if self._state is State.OPEN:
@@ -392,12 +399,3 @@ class DistributedRuntime(Settings):
                 "it what needs no other rank, such as rt.dp_partition or rt.layout."
             )
         return self._hold
-
-    def _in_order(self, dims: tuple[Dim, ...]) -> tuple[int, ...]:
-        indices = self.layout.dims(dims)
-        if list(indices) != sorted(indices):
-            raise LayoutError(
-                f"dims {dims} are not in the order of the mesh; pass "
-                f"{tuple(self.layout.dim_names[i] for i in sorted(indices))}."
-            )
-        return indices

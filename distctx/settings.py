@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
@@ -87,6 +87,52 @@ class Settings:
             self._asked_layout = MeshLayout((-1,) if shape is None else shape, names)
             self._parallelism().dp_dims(self._asked_layout)
             self._parallelism().tp_dim(self._asked_layout)
+
+    @classmethod
+    def simulate(cls, rank: int, world_size: int, **arguments: Any) -> Self:
+        """A runtime that answers as that rank of that world, in this process alone. Talks to
+        nobody.
+
+        It is made, not opened. Opened, it has a real mesh, real sub-meshes and groups on torch's
+        ``fake`` backend, for a look at how a program would be laid out: ``parallelize_module`` and
+        ``fully_shard`` run as on that rank. Collectives return at once and compute nothing, so
+        that values are not what they would be. It joins no real process group, and no real runtime
+        joins it.
+
+        Args:
+            rank: whom to simulate.
+            world_size: how many ranks the world has.
+            arguments: as for the class, without ``backend``.
+
+        Raises:
+            LaunchEnvironmentError: the rank is outside the world, or an argument says where to
+                meet.
+            LayoutError: as for the class, or a mesh that does not fit the world.
+
+        Example:
+            >>> from distctx import DistributedRuntime
+            >>> rt = DistributedRuntime.simulate(
+            ...     1234, 4096, mesh_shape=(-1, 8), mesh_dim_names=("dp", "tp"))
+            >>> rt.coordinate, rt.dp_partition.num_partitions
+            ((154, 2), 512)
+            >>> with rt:
+            ...     rt.submesh("tp").get_local_rank(), rt.group("dp").size()
+            (2, 512)
+        """
+        for name in ("backend", "init_method", "store"):
+            if arguments.get(name) is not None:
+                raise LaunchEnvironmentError(
+                    f"simulate() takes no {name}=: nobody is there to meet, and the backend is "
+                    "torch's 'fake'. Leave it out, or make a DistributedRuntime."
+                )
+        simulated = cls(**{**arguments, "backend": "fake", "rank": rank, "world_size": world_size})
+        simulated._known_place()
+        return simulated
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether this answers for a world of which no other rank exists. Talks to nobody."""
+        return self._request.backend == "fake"
 
     # Who this is.
 

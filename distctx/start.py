@@ -225,7 +225,12 @@ def _check(there: World, request: Request) -> None:
         )
         if wanted is not None and wanted != got
     ]
-    if request.backend is not None and not same_backend(request.backend, there.backend):
+    if request.backend is None and there.backend == "fake":
+        wrong.append(
+            "backend: got 'fake', which is simulated and computes nothing, wanted a real one (to "
+            "join it, make the runtime with backend='fake' or with simulate())"
+        )
+    elif request.backend is not None and not same_backend(request.backend, there.backend):
         wrong.append(f"backend: got {there.backend!r}, wanted {request.backend!r}")
     wanted_type = request.device.type if request.device else request.device_type
     if wanted_type is not None and wanted_type != there.device.type:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distctx import MeshLayout, check, display
+from distctx import MeshLayout, check, picture
 from distctx.__main__ import main
 from launch import clean_environment, run, torchrun
 
@@ -251,8 +251,7 @@ def test_a_picture_fits_and_is_right(shape: tuple[int, ...], width: int) -> None
     names = ("pp", "dp", "cp", "tp")[-len(shape) :]
     layout = MeshLayout(shape, names)
     rank = layout.world_size // 2
-    picture = display.draw(layout, rank, names[:1], width, 40)
-    lines = picture.splitlines()
+    lines = str(picture.draw(layout, rank, names[:1], width, 40)).splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) < 80
     assert f"[{rank}]" in "".join(lines[3:-2])
@@ -260,7 +259,8 @@ def test_a_picture_fits_and_is_right(shape: tuple[int, ...], width: int) -> None
     columns = head.replace(f"{names[-1]}=", " ").split()
     outer: dict[str, int] = {}
     shown = set()
-    for line in lines[lines.index(head) + 1 : lines.index("", lines.index(head))]:
+    end = next(i for i, line in enumerate(lines) if line.startswith(f"[{rank}] rank"))
+    for line in lines[lines.index(head) + 1 : end]:
         cells = line.split()
         if len(shape) > 2 and "=" in line and len(cells) == len(shape) - 2:
             outer = {k: int(v) for k, v in (one.strip(",").split("=") for one in cells)}
@@ -295,7 +295,7 @@ def test_a_million_ranks_cost_what_is_shown() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MeshLayout, "coordinate", counted)
-        display.draw(MeshLayout((2**10, 2**5, 2**5), ("pp", "dp", "tp")), 12345, ("dp",))
+        picture.draw(MeshLayout((2**10, 2**5, 2**5), ("pp", "dp", "tp")), 12345, ("dp",))
     assert asked < 2000
 
 
@@ -311,7 +311,7 @@ def test_groups_are_listed_in_their_order(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("room", [1, 3, 5])
 def test_elided_things_keep_first_and_last(number: int, room: int) -> None:
     """What is left out stands between the first ones and the last."""
-    shown = display.elide(number, room)
+    shown = picture.elide(number, room)
     kept = [i for i in shown if i is not None]
     assert kept == sorted(set(kept))
     assert (None in shown) == (len(kept) < number)
@@ -350,7 +350,7 @@ def test_the_reader_may_go_away() -> None:
 
 def test_a_size_is_a_product() -> None:
     """The size in the title is the product of the sizes."""
-    assert f"{math.prod((3, 5, 7))} ranks" in display.draw(MeshLayout((3, 5, 7)))
+    assert f"{math.prod((3, 5, 7))} ranks" in str(picture.draw(MeshLayout((3, 5, 7))))
 
 
 def test_without_stdout_nothing_is_printed() -> None:

@@ -412,7 +412,7 @@ def test_only_our_own_sub_groups_go():
     hook = sys.excepthook
     dist.init_process_group("fake", store=_torch.fake_store(), rank=1, world_size=4)
     theirs = dist.new_group([0, 1])
-    with DistributedRuntime(mesh_shape=(2, 2), mesh_dim_names=NAMES) as rt:
+    with DistributedRuntime("fake", mesh_shape=(2, 2), mesh_dim_names=NAMES) as rt:
         _ = rt.mesh
         assert groups() == 4
     assert groups() == 2
@@ -441,7 +441,7 @@ def test_an_inner_runtime_has_the_outers_mesh():
     """Inside an open runtime, one that asks for no shape has its layout, its mesh and its dims."""
     arguments = {"mesh_shape": (2, 2), "mesh_dim_names": ("a", "b"), "dp_mesh_dim": "a"}
     with DistributedRuntime("fake", rank=3, world_size=4, **arguments) as outer:
-        with DistributedRuntime() as inner:
+        with DistributedRuntime("fake") as inner:
             assert inner.layout == outer.layout
             assert inner.mesh is outer.mesh
             assert inner.dp_partition == outer.dp_partition == (2, 1)
@@ -455,7 +455,7 @@ def test_an_inner_runtime_has_the_outers_mesh():
 def test_an_inner_runtime_may_have_a_mesh_of_its_own():
     """Another shape inside gets groups of its own, which go with it."""
     with DistributedRuntime("fake", rank=3, world_size=4, mesh_shape=(4,)) as outer:
-        with DistributedRuntime(mesh_shape=(2, 2), mesh_dim_names=NAMES) as inner:
+        with DistributedRuntime("fake", mesh_shape=(2, 2), mesh_dim_names=NAMES) as inner:
             assert inner.group("tp") is not outer.group("dp")
             assert groups() == 3
         assert groups() == 1
@@ -499,7 +499,7 @@ def test_repr_tells_the_state():
     rt = DistributedRuntime("fake", rank=5, world_size=8, mesh_shape=(-1, 2), mesh_dim_names=NAMES)
     assert repr(rt) == "DistributedRuntime(unopened, rank 5/8 at (dp=2, tp=1))"
     with rt:
-        where = "open, rank 5/8 at (dp=2, tp=1), fake on cpu, owns group"
+        where = "open, rank 5/8 at (dp=2, tp=1), fake on cpu, owns group, simulated"
         assert repr(rt) == f"DistributedRuntime({where}, mesh not built)"
         _ = rt.mesh
         assert repr(rt) == f"DistributedRuntime({where}, mesh built)"
@@ -717,7 +717,7 @@ def test_who_this_is_stays_known_after_a_joined_world():
     """After closing, rank, environment and local rank agree about the world that was joined."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=_torch.fake_store(), rank=3, world_size=4)
-    with DistributedRuntime() as rt:
+    with DistributedRuntime("fake") as rt:
         pass
     dist.destroy_process_group()
     sys.excepthook = hook
@@ -757,7 +757,7 @@ def test_a_joined_runtime_has_its_own_times():
     """A runtime that joins gives its own timeouts to what it builds."""
     with DistributedRuntime("fake", rank=1, world_size=4, timeout=30) as outer:
         arguments = {"mesh_shape": (2, 2), "timeout": 12, "rendezvous_timeout": 3}
-        with DistributedRuntime(**arguments) as inner:
+        with DistributedRuntime("fake", **arguments) as inner:
             cache = inner._hold.cache
             assert (cache.timeout.seconds, cache.rendezvous_timeout.seconds) == (12, 3)
         assert outer._hold.cache.timeout.seconds == 30
