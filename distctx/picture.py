@@ -19,7 +19,7 @@ __all__ = ["Picture", "code", "draw", "elide", "group_name"]
 _DOTS = "…"
 
 #: Colours that can be read on a light and on a dark page alike: they only tint what is there.
-_GRID = "border-collapse:collapse;margin:2px 0"
+_GRID = "border-collapse:collapse;margin:2px 0;color:inherit;font:inherit"
 _CELL = "border:1px solid rgba(128,128,128,.35);padding:1px 6px;text-align:right"
 _LABEL = "border:none;padding:1px 6px;text-align:right;opacity:.65;font-weight:normal"
 _MARKS = {

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -75,7 +79,7 @@ def test_every_word_is_escaped():
 def test_colours_suit_a_light_and_a_dark_page():
     """Words have the page's own colour, and what is marked is only tinted."""
     html = draw(MeshLayout((2, 4)), 5, (0,)).html()
-    assert not re.search(r"[;\"]color:", html)
+    assert set(re.findall(r"[;\"]color:(\w+)", html)) <= {"inherit"}
     colours = re.findall(r"(?:background|border):[^;\"]*", html)
     assert all("rgba(" in colour or "none" in colour for colour in colours)
     assert "#" not in html
@@ -104,3 +108,51 @@ def test_html_of_a_runtime_says_where_it_is(monkeypatch):
     monkeypatch.setenv("RANK", "1")  # half a launch
     broken = DistributedRuntime()
     assert " ".join(Reader(broken._repr_html_()).words) == repr(broken)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: chromium")
+@pytest.mark.parametrize("page", ["#ffffff", "#111111"])
+def test_a_browser_shows_it(tmp_path, page):
+    """A headless browser lays out the grid: the words are readable on the page's own colour, the
+    cells stand in columns, and the own rank is the one in bold."""
+    shown = "".join(
+        draw(MeshLayout(shape, names), 5, ("tp",)).html() for shape, names in SHAPES.items()
+    )
+    ink = "#eeeeee" if page == "#111111" else "#222222"
+    probe = """
+      const cells = [...document.querySelectorAll('td')];
+      const box = e => e.getBoundingClientRect();
+      document.title = JSON.stringify({
+        colours: [...new Set(cells.map(e => getComputedStyle(e).color))],
+        bold: cells.filter(e => getComputedStyle(e).fontWeight >= 600).map(e => e.textContent),
+        tables: [...document.querySelectorAll('table')].map(t => [...t.rows]
+          .filter(r => r.cells.length > 1).map(r => [...r.cells].map(c => box(c).right))),
+        wide: document.documentElement.scrollWidth,
+      });
+    """
+    file = tmp_path / "page.html"
+    file.write_text(
+        f"<!doctype html><meta charset=utf-8><body style='background:{page};color:{ink}'>{shown}"
+        f"<script>{probe}</script>"
+    )
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    done = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            "--no-first-run", *quiet, f"--user-data-dir={tmp_path / 'profile'}",
+            "--window-size=1000,800", "--dump-dom", file.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    seen = json.loads(unescape(re.search(r"<title>(.*?)</title>", done.stdout)[1]))
+    red, green, blue = (int(ink[i : i + 2], 16) for i in (1, 3, 5))
+    assert seen["colours"] == [f"rgb({red}, {green}, {blue})"]
+    assert seen["bold"] == ["[5]"] * len(SHAPES)
+    assert seen["wide"] <= 1000
+    assert len(seen["tables"]) == 1 + 4 + 2
+    for rows in seen["tables"]:
+        assert len(rows) > 1
+        assert all(row == rows[0] for row in rows)  # each column ends at one place
