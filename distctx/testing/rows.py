@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import linecache
 import os
 import re
 import signal
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import attrs
 
 from distctx.reports import list_ranks
 from distctx.testing.watch import Story
+from distctx.traces import frames_of, is_foreign, is_pytest, is_torch, stand
 
 __all__ = ["Row", "in_order_of_guilt", "rows_of", "table"]
 
@@ -43,7 +41,6 @@ _OTHERS_ERRORS = frozenset(
 #: What differs between ranks that failed alike.
 _PRIVATE = re.compile(r"\[?\d+(?:\.\d+){3}\]?:\d+|0x[0-9a-f]+|(?<=pid )\d+|rank-\d+", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
-_FRAME = re.compile(r'^\s+File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 
 #: Characters of a message that a row shows.
 _WIDTH = 240
@@ -269,7 +266,7 @@ class _Reader:
             if (place := (entry["data"].get("reprfileloc") or {})) and "path" in place
         ]
         for place in reversed(found):
-            if not _is_foreign(os.path.join(self.folder, place["path"])):
+            if not is_foreign(os.path.join(self.folder, place["path"])):
                 return f"{place['path']}:{place['lineno']}"
         crash = longrepr["reprcrash"]
         return f"{self._short(crash['path'])}:{crash['lineno']}" if crash else ""
@@ -280,23 +277,12 @@ class _Reader:
 
     def _stood(self, stacks: str) -> tuple[str, bool]:
         """The main thread's last line outside torch, and whether it stood there itself."""
-        main = _main_thread(stacks)
-        frames = list(_FRAME.finditer(main))
-        for depth, frame in enumerate(frames):
-            path, number = frame["path"], int(frame["line"])
-            if not _is_foreign(path):
-                line = linecache.getline(path, number).strip()
-                return f"{self._short(path)}:{number} in {frame['name']}: {line}".rstrip(": "), (
-                    not any(_is_torch(inner["path"]) for inner in frames[:depth])
-                )
-        return "", not frames
-
-
-def _main_thread(stacks: str) -> str:
-    """Of the stacks as faulthandler writes them, that of the thread that crashed or is the main."""
-    blocks = [block for block in stacks.split("\n\n") if "(most recent call first)" in block]
-    crashed = [block for block in blocks if block.startswith("Current thread")]
-    return (crashed or blocks or [""])[-1]
+        frame, inner = stand(stacks)
+        if frame is None:
+            return "", not inner
+        line = linecache.getline(frame.path, frame.line).strip()
+        where = f"{self._short(frame.path)}:{frame.line} in {frame.name}: {line}".rstrip(": ")
+        return where, not any(is_torch(each.path) for each in inner)
 
 
 def _shortened(stacks: str) -> str:
@@ -304,9 +290,9 @@ def _shortened(stacks: str) -> str:
     blocks = []
     for block in stacks.strip().split("\n\n"):
         lines = block.splitlines()
-        frames = [(i, _FRAME.match(line)) for i, line in enumerate(lines)]
-        users = [i for i, f in frames if f and not _is_foreign(f["path"])]
-        below = [i for i, f in frames if f and _is_pytest(f["path"]) and users and i > users[0]]
+        paths = [(i, frame.path) for i, line in enumerate(lines) for frame in frames_of(line)]
+        users = [i for i, path in paths if not is_foreign(path)]
+        below = [i for i, path in paths if is_pytest(path) and users and i > users[0]]
         if not block.startswith("Extension modules"):
             blocks.append("\n".join(lines[: below[0]] if below else lines))
     return "\n\n".join(blocks)
@@ -322,27 +308,3 @@ def _way_to_die(status: int | None) -> str:
     except ValueError:
         name = f"signal {-status}"
     return f"killed by {name}"
-
-
-@functools.cache
-def _home(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return os.path.join(places[0], "") if places else "\0"
-
-
-def _is_torch(path: str) -> bool:
-    return os.path.realpath(path).startswith((_home("torch"), _home("distctx")))
-
-
-def _is_pytest(path: str) -> bool:
-    return os.path.realpath(path).startswith((_home("_pytest"), _home("pluggy")))
-
-
-def _is_foreign(path: str) -> bool:
-    """Whether a file is torch's, distctx's, pytest's or Python's own."""
-    path = os.path.realpath(path)
-    if _is_torch(path) or _is_pytest(path) or os.path.basename(path).startswith("<"):
-        return True
-    python = os.path.join(sysconfig.get_paths()["stdlib"], "")
-    return path.startswith(python) and "-packages" not in path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from distctx.testing.journal import Folder
 from distctx.testing.rank import kill_group
 from distctx.testing.zygote import Exit
+from distctx.traces import process_state
 
 __all__ = ["Ranks", "Story", "watch", "went_wrong"]
 
@@ -216,9 +216,6 @@ def _state(story: Story) -> str:
     start = story.event("start")
     if start is None:
         return "it had not started\n"
-    try:
-        status = Path(f"/proc/{start['pid']}/status").read_text()
-    except OSError:
+    if not (state := process_state(start["pid"])):
         return "it does not say where it stands\n"
-    found = re.search(r"State:\s+(.*)", status)
-    return f"it does not say where it stands; its state is {found[1] if found else 'unknown'}\n"
+    return f"it does not say where it stands; its state is {state}\n"
