@@ -1,4 +1,4 @@
-"""``python -m distctx``: check a world, draw a layout, show the launch environment.
+"""``python -m distctx``: check a world, draw a layout, show the launch, look into a job.
 
 Exit status: 0 all is well; 1 something failed, or a check gave a wrong result; 2 the arguments, the
 mesh or the environment are not right; 3 the ranks did not meet; 130 interrupted.
@@ -112,7 +112,39 @@ def parser() -> argparse.ArgumentParser:
         description="Print what the launcher told this process and where each value came from.",
     )
     env.add_argument("--json", action="store_true", help="print it as JSON")
+
+    attach = commands.add_parser(
+        "attach",
+        help="list the ranks that are stopped at a breakpoint, or open one",
+        description="List the ranks of yours on this machine that are stopped in rt.breakpoint(), "
+        "or open one: its pdb, here. Ctrl-C stops what it runs, Ctrl-D leaves it stopped, c lets "
+        "all ranks go on, q ends them.",
+    )
+    attach.add_argument("where", nargs="*", metavar="[DIR] [RANK]", help="DIR: see DISTCTX_DIR")
+    attach.add_argument("--pid", type=positive, help="where several jobs have such a rank")
+
+    stacks = commands.add_parser(
+        "stacks",
+        help="where every open rank on this machine stands, also in a job that hangs",
+        description="Print where every open rank of yours on this machine stands, those that stand "
+        "alike together, and their Python stacks.",
+    )
+    stacks.add_argument("where", nargs="?", metavar="DIR", help="see DISTCTX_DIR")
     return top
+
+
+def look(args: argparse.Namespace) -> int:
+    """``python -m distctx attach`` and ``stacks``."""
+    from distctx import attach
+
+    if args.command == "stacks":
+        return attach.stacks(args.where)
+    folders = [word for word in args.where if not word.isdigit()]
+    ranks = [int(word) for word in args.where if word.isdigit()]
+    if len(folders) > 1 or len(ranks) > 1:
+        print("distctx attach: wanted a folder, a rank, or both", file=sys.stderr)
+        return 2
+    return attach.attach(folders[0] if folders else None, ranks[0] if ranks else None, args.pid)
 
 
 def one_line(error: BaseException) -> str:
@@ -171,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()  # so that a full disk is an error here
             return status
+        if args.command in ("attach", "stacks"):
+            return look(args)
         from distctx import check
 
         if args.nproc and not args.launched:

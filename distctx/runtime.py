@@ -7,10 +7,11 @@ import enum
 import logging
 import os
 import socket
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -354,6 +355,35 @@ class DistributedRuntime(Settings):
             LayoutError: no such dim.
         """
         return self.layout.draw(self.rank, *dims)
+
+    def breakpoint(
+        self, rank: int | Sequence[int] | None = None, *, when: object = None, **dims: int
+    ) -> None:
+        """Stop one rank in pdb, in the line after this one; the others wait until it goes on.
+        Every rank must come here. Talks to every rank, through the store alone.
+
+        The others wait in no collective, so no group times out however long a person thinks. At a
+        terminal of its own the rank is in plain pdb; elsewhere, as under torchrun, it prints the
+        ``python -m distctx attach`` that opens it. ``c`` lets all go on, ``release`` lets the
+        others go on while this one is stepped, ``q`` ends every rank, with exit status 0.
+
+        Args:
+            rank: who stops, one or several. None: rank 0, unless ``when`` or a dim says who.
+            when: stop only where this is true; each rank decides for itself.
+            dims: stop only those at this index along a dim, such as ``dp=0``.
+
+        Raises:
+            RuntimeStateError: not open.
+            LayoutError: no such rank, dim or index.
+            RemoteRankError: a rank ended while it was stopped; raised on those that waited.
+            RendezvousTimeoutError: a rank did not come here within the group's timeout.
+            RendezvousError: the store was lost.
+        """
+        from distctx import breakpoints
+
+        life = self._life("breakpoint()")
+        meant = breakpoints.selects(self.layout, self.rank, rank, when, dims)
+        breakpoints.stop(life, self.layout, meant, sys._getframe(1))
 
     def __repr__(self) -> str:
         from distctx import display

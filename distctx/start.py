@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from distctx import _torch
+from distctx import _torch, debug
 from distctx.devices import (
     binds_device,
     check_backend,
@@ -92,6 +92,8 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
     if request.pg_options is not None:
         arguments["pg_options"] = request.pg_options
     with contextlib.ExitStack() as undo:
+        if backend != "fake":
+            undo.enter_context(debug.door(environment, layout))
         try:
             device = device or choose(environment.local_rank)
             if binds_device(backend, device):
@@ -191,6 +193,8 @@ def _adopt(request: Request) -> World:
     bound = getattr(group, "bound_device_id", None)
     device_type = request.device_type or (bound.type if bound else device_type_of(backend))
     undo = contextlib.ExitStack()
+    if backend != "fake":
+        undo.enter_context(debug.door(environment, None))
     device = bound or current_device(device_type)
     if bound is None and device.index is None:  # nobody chose one yet, so it falls to us
         local_rank = environment.local_rank

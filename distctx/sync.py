@@ -26,7 +26,7 @@ from distctx.stores import PrefixStore, Store, backoff, peek, run_bounded, wait_
 if TYPE_CHECKING:
     from distctx.world import World
 
-__all__ = ["barrier", "first"]
+__all__ = ["barrier", "first", "next_turn", "store_must_answer"]
 
 #: Seconds between two signs of life from the rank that goes first, at the most; of a group's
 #: timeout, a quarter.
@@ -34,7 +34,7 @@ _BEAT = 2.0
 #: Seconds that the one who failed first stays until the others have read of it.
 _LINGER = 2.0
 
-_turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_turns: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 def barrier(world: World) -> None:
@@ -58,6 +58,49 @@ def barrier(world: World) -> None:
         ) from error
 
 
+def next_turn(world: World, what: str) -> Store:
+    """The part of the world's store for the next use of ``what``, which every rank makes alike.
+
+    Counted with the group, not with the runtime: a group that is joined again has its old turns.
+
+    Raises:
+        RuntimeStateError: this world has no store.
+    """
+    if world.store is None:
+        raise RuntimeStateError(
+            f"{what} needs the store of the process group, and this torch does not give it; let "
+            "distctx make the group."
+        )
+    counts = _turns.setdefault(world.group, {})
+    counts[what] = counts.get(what, 0) + 1
+    return PrefixStore(f"{what}/{counts[what]}", world.store)
+
+
+@contextlib.contextmanager
+def store_must_answer(world: World, doing: str) -> Iterator[None]:
+    """A wait in the store, whose loss is an error that says for what this rank waited.
+
+    Raises:
+        RendezvousError: the store was lost.
+        RendezvousTimeoutError: a request to it was not answered.
+    """
+    try:
+        yield
+    except DistctxError:
+        raise
+    except TimeoutError as error:
+        raise RendezvousTimeoutError(
+            f"Rank {world.rank} got no answer from the store at {world.place} in {doing}; the "
+            "process that serves it is stopped, or the network to it is down."
+        ) from error
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"Rank {world.rank} lost the store at {world.place} while it waited in {doing}: "
+            f"{str(error).splitlines()[0]}. The rank that it waited for, or the one that serves "
+            "the store, has ended; look there for the first error."
+        ) from error
+
+
 @contextlib.contextmanager
 def first(world: World, local: bool) -> Iterator[None]:
     """The body runs on the main rank, or the first of each host, and only then on the others.
@@ -68,18 +111,11 @@ def first(world: World, local: bool) -> Iterator[None]:
     if world.world_size == 1 or world.backend == "fake":
         yield
         return
-    if world.store is None:
-        raise RuntimeStateError(
-            "main_first() needs the store of the process group, and this torch does not give it; "
-            "let distctx make the group."
-        )
     environment = world.environment
     leads = environment.local_rank == 0 if local else world.rank == 0
     node = environment.node_rank
     host = socket.gethostname() if node is None else str(node)
-    # Counted with the group, not with the runtime: a group that is joined again has its old turns.
-    _turns[world.group] = number = _turns.get(world.group, 0) + 1
-    turn = PrefixStore(f"first/{number}/{f'host/{host}' if local else 'world'}", world.store)
+    turn = PrefixStore(f"host/{host}" if local else "world", next_turn(world, "main_first()"))
     if leads:
         followers = world.world_size - 1
         if local:
@@ -126,9 +162,16 @@ def _follow(turn: Store, world: World) -> None:
     """Wait for the one who goes first, in slices that each need an answer from the store."""
     beats, heard = 0, time.monotonic()
     bound = world.timeout.total_seconds()
-    try:
+    silence = RendezvousTimeoutError(
+        f"Rank {world.rank} waited in main_first() for the rank that goes first, which gave no "
+        f"sign of life for {bound:g} s; is it alive, and does it reach this line too?"
+    )
+    with store_must_answer(world, "main_first()"):
         for pause in backoff(longest=0.25):
-            end, now_at = run_bounded(lambda: (peek(turn, "end"), turn.add("beat", 0)), bound)
+            try:
+                end, now_at = run_bounded(lambda: (peek(turn, "end"), turn.add("beat", 0)), bound)
+            except TimeoutError as error:
+                raise silence from error
             if end is not None:
                 turn.add("read", 1)
                 rank, _, text = end.partition("\n")
@@ -141,18 +184,5 @@ def _follow(turn: Store, world: World) -> None:
             if now_at != beats:
                 beats, heard = now_at, time.monotonic()
             if time.monotonic() - heard > bound:
-                raise TimeoutError
+                raise silence
             time.sleep(pause)
-    except TimeoutError as error:
-        raise RendezvousTimeoutError(
-            f"Rank {world.rank} waited in main_first() for the rank that goes first, which gave no "
-            f"sign of life for {bound:g} s; is it alive, and does it reach this line too?"
-        ) from error
-    except DistctxError:
-        raise
-    except RuntimeError as error:
-        raise RendezvousError(
-            f"Rank {world.rank} lost the store at {world.place} while it waited in main_first(): "
-            f"{str(error).splitlines()[0]}. The rank that goes first, or the one that serves the "
-            "store, has ended; look there for the first error."
-        ) from error

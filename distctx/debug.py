@@ -1,0 +1,226 @@
+"""The door through which another terminal finds the ranks of this machine. No torch here.
+
+A rank that opens a world leaves its name in a folder that only its user can enter, and answers one
+signal by writing its stacks there; no thread waits for it, so a rank that hangs in a collective
+answers too. At a breakpoint (``breakpoints.py``) it also listens on a socket beside its name.
+``attach.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import attrs
+
+from distctx.environment import LaunchEnvironment
+from distctx.exceptions import RuntimeStateError
+from distctx.layout import MeshLayout
+
+__all__ = [
+    "ASKS_FOR_STACKS",
+    "RankHere",
+    "attach_command",
+    "door",
+    "folder",
+    "when_begun",
+    "own_name",
+    "is_alive",
+    "name_of_this",
+    "ranks_here",
+    "require_private",
+]
+
+log = logging.getLogger("distctx")
+
+#: Asks a rank for its stacks. A process without a handler ignores this one, so that a question
+#: that comes too late harms nobody.
+ASKS_FOR_STACKS = signal.SIGURG
+
+
+def folder() -> Path:
+    """Where the ranks of this user leave their names: ``DISTCTX_DIR``, or a folder in /tmp."""
+    return Path(os.environ.get("DISTCTX_DIR") or f"/tmp/distctx-{os.getuid()}")
+
+
+def require_private(path: Path) -> None:
+    """Refuse a folder that somebody else may enter, or has made.
+
+    Raises:
+        RuntimeStateError: it is not this user's alone.
+    """
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise RuntimeStateError(
+            f"{path} must be a folder of this user alone (mode 0700); remove it, or set "
+            "DISTCTX_DIR to another one, for the ranks and for the terminal that looks."
+        )
+
+
+class RankHere(NamedTuple):
+    """A rank of this machine that left its name."""
+
+    path: Path
+    pid: int
+    began: str
+    rank: int
+    world_size: int
+    where: str
+    job: str
+    program: str
+    #: Where it is stopped: file, line and function; None while it runs.
+    stopped: tuple[str, int, str] | None = None
+
+    @property
+    def stacks(self) -> Path:
+        """The file into which it writes its stacks."""
+        return self.path.with_suffix(".stacks")
+
+    @property
+    def socket(self) -> Path:
+        """Where it listens while it is stopped, unless it has a terminal of its own."""
+        return self.path.with_suffix(".socket")
+
+    def write(self) -> None:
+        """Leave or change the name."""
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(self._asdict() | {"path": str(self.path)}))
+        new.replace(self.path)
+
+    def forget(self) -> None:
+        """Take all of it away."""
+        for path in (self.path, self.stacks, self.socket):
+            path.unlink(missing_ok=True)
+
+
+def ranks_here(where: Path) -> list[RankHere]:
+    """The ranks that live, by job and rank. What is left of others is taken away."""
+    found = []
+    for path in where.glob("*.rank"):
+        with contextlib.suppress(OSError, ValueError, TypeError):  # it has just gone
+            known = json.loads(path.read_text())
+            known["stopped"] = known["stopped"] and tuple(known["stopped"])
+            rank = RankHere(**known | {"path": path})
+            if is_alive(rank.pid, rank.began):
+                found.append(rank)
+            else:
+                rank.forget()
+    return sorted(found, key=lambda rank: (rank.job, rank.rank, rank.pid))
+
+
+def is_alive(pid: int, began: str) -> bool:
+    """Whether a process of this host lives that began then; its number may have passed on."""
+    if not Path("/proc/self/stat").exists():
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return True
+        return False
+    return began == when_begun(pid)
+
+
+def when_begun(pid: int) -> str:
+    """When a process began, in ticks since the boot; empty where it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state == "Z" else fields[18]
+
+
+@attrs.define(eq=False)
+class _Door:
+    here: RankHere
+    process: int = attrs.field(init=False, factory=os.getpid)
+    file: IO[str] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.here.write()
+        self.file = self.here.stacks.open("a")
+        # Where a handler is there, it is called as well.
+        chain = signal.getsignal(ASKS_FOR_STACKS) is not signal.SIG_DFL
+        faulthandler.register(ASKS_FOR_STACKS, self.file, all_threads=True, chain=chain)
+
+    def close(self) -> None:
+        """As it was before."""
+        global _open
+        if self.process == os.getpid():
+            _open = None
+            faulthandler.unregister(ASKS_FOR_STACKS)
+            self.file.close()
+            with contextlib.suppress(OSError):
+                self.here.forget()
+
+
+_open: _Door | None = None
+
+
+def own_name() -> RankHere | None:
+    """As what this process is known now, or None."""
+    return None if _open is None else _open.here
+
+
+def _forget_after_fork() -> None:
+    """A child is no rank; what it inherited is its parent's."""
+    global _open
+    _open = None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def name_of_this(environment: LaunchEnvironment, layout: MeshLayout | None) -> RankHere:
+    """This process, as another terminal is to know it."""
+    path = folder()
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    require_private(path)
+    rank, pid = environment.rank, os.getpid()
+    alone = f"pid {pid}"
+    return RankHere(
+        path=path / f"{pid}.rank",
+        pid=pid,
+        began=when_begun(pid),
+        rank=rank,
+        world_size=environment.world_size,
+        where="" if layout is None else layout.name_of(layout.coordinate(rank)),
+        job=f"{environment.master_addr}:{environment.master_port}"
+        if environment.master_addr
+        else (alone if environment.world_size == 1 else f"started by pid {os.getppid()}"),
+        program=sys.argv[0] or "a prompt",
+    )
+
+
+@contextlib.contextmanager
+def door(environment: LaunchEnvironment, layout: MeshLayout | None) -> Iterator[None]:
+    """While this lasts, another terminal finds this rank. Talks to nobody.
+
+    Costs a file and a handler for one signal. Where the folder cannot be had, a world opens
+    without, and that is logged.
+    """
+    global _open
+    opened = None
+    if _open is None and hasattr(faulthandler, "register"):  # not on Windows
+        try:
+            opened = _open = _Door(name_of_this(environment, layout))
+        except (OSError, RuntimeStateError) as error:
+            log.warning("no other terminal can look at this rank: %s", error)
+    try:
+        yield
+    finally:
+        if opened is not None:
+            opened.close()
+
+
+def attach_command(here: RankHere) -> str:
+    """What to type in another terminal of this host."""
+    default = here.path.parent == Path(f"/tmp/distctx-{os.getuid()}")
+    return f"python -m distctx attach {'' if default else f'{here.path.parent} '}{here.rank}"
