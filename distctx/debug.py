@@ -32,12 +32,12 @@ __all__ = [
     "attach_command",
     "door",
     "folder",
-    "when_begun",
-    "own_name",
     "is_alive",
     "name_of_this",
+    "own_name",
     "ranks_here",
     "require_private",
+    "when_begun",
 ]
 
 log = logging.getLogger("distctx")
