@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from jobs import job
 from launch import LAUNCH_VARIABLES
 from suites import suite
 
-__all__ = ["suite"]
+__all__ = ["job", "suite"]
 
 #: A project of its own, which test_pytest_plugin.py runs as such.
 collect_ignore = ["downstream"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -40,6 +41,13 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         | {"PYTHONPATH": path.rstrip(os.pathsep), "OMP_NUM_THREADS": "1"}
         | dict(extra or {})
     )
+
+
+def need(module: str) -> None:
+    """Skip without one of the extra ``dev``; where all of it must be there, fail."""
+    if importlib.util.find_spec(module) is None:
+        say = pytest.fail if "DISTCTX_TEST_ALL" in os.environ else pytest.skip
+        say(f"needs {module}, of the extra dev")
 
 
 def run(

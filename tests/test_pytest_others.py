@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import torchrun
+from launch import need, torchrun
 from suites import IMPORTS, SLACK
 
 MIXED = """
@@ -26,13 +25,6 @@ def test_many(distributed_runtime, number):
 def test_one(number):
     assert number != 2
 """
-
-
-def need(module: str) -> None:
-    """Skip without one of the extra ``dev``; where all of it must be there, fail."""
-    if importlib.util.find_spec(module) is None:
-        say = pytest.fail if "DISTCTX_TEST_ALL" in os.environ else pytest.skip
-        say(f"needs {module}, of the extra dev")
 
 
 def test_xdist_shares_the_processors_among_its_workers(suite):
