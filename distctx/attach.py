@@ -114,14 +114,9 @@ def _converse(wire: Lines, rank: RankHere) -> int:
     at = f"{_short(path)}:{line} in {function}"
     print(f"[rank {rank.rank} of {rank.world_size}{_place(rank)}, pid {rank.pid}, at {at}]")
     _edit_lines(wire)
-    interrupts = 0
-    while True:
-        try:
-            message = wire.receive()
+    with _interrupts_go_to(rank):
+        while (message := wire.receive()) is not None:
             wire.socket.settimeout(None)
-            if message is None:
-                print(f"\nrank {rank.rank} has ended", file=sys.stderr)
-                return 1
             if "say" in message:
                 print(message["say"], end="", flush=True)
             elif "end" in message:
@@ -130,27 +125,41 @@ def _converse(wire: Lines, rank: RankHere) -> int:
             elif "ask" in message and not _answer(wire, message["ask"]):
                 print(f"[detached; rank {rank.rank} stays stopped]")
                 return 0
-            interrupts = 0
-        except KeyboardInterrupt:  # it runs: the debugger is to stop it
-            interrupts += 1
-            if interrupts > 2:
-                print(f"\n[detached; rank {rank.rank} does not answer]")
-                return 1
+    print(f"\nrank {rank.rank} has ended", file=sys.stderr)
+    return 1
+
+
+@contextlib.contextmanager
+def _interrupts_go_to(rank: RankHere) -> Iterator[None]:
+    """Ctrl-C stops what the rank runs. It is no exception here, which could lose a message."""
+
+    def interrupt(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(rank.pid, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _answer(wire: Lines, prompt: str) -> bool:
     """Ask the person, and send the line; False where there is none to come."""
-    while True:
-        try:
-            line = input(prompt)
-        except KeyboardInterrupt:  # what was typed so far is dropped, as at any prompt
-            print()
-            continue
-        except EOFError:
-            print()
-            return False
-        return wire.send(line=line)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while True:
+            try:
+                line = input(prompt)
+            except KeyboardInterrupt:  # what was typed so far is dropped, as at any prompt
+                print()
+                continue
+            except EOFError:
+                print()
+                return False
+            return wire.send(line=line)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _edit_lines(wire: Lines) -> None:

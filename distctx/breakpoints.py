@@ -107,6 +107,7 @@ def _prompt(world: World, layout: MeshLayout, frame: FrameType, others: _Others 
         else:
             here.write()
         if others is not None:
+            world.others_wait = ""
             others.release()
 
     def go_on() -> None:
@@ -121,6 +122,11 @@ def _prompt(world: World, layout: MeshLayout, frame: FrameType, others: _Others 
         ranks = f"all {world.world_size} ranks end" if world.world_size > 1 else "it ends"
         print(f"[distctx] {who} was told to quit at {at}: {ranks}", file=sys.stderr, flush=True)
 
+    if others is not None:
+        world.others_wait = (
+            "The other ranks wait at a breakpoint until this one goes on; the command release lets "
+            "them go on before."
+        )
     world.undo.callback(let_go)
     debugger = Debugger(wire, who, moved=moved, release=let_go, go_on=go_on, give_up=give_up)
     if wire is not None:

@@ -56,6 +56,8 @@ class World:
     store: Store | None
     place: str
 
+    #: Why nobody would come to a meeting now, in words; empty where they may.
+    others_wait: str = attrs.field(init=False, default="")
     to_be_read: list[tuple[Store, str, int]] = attrs.field(init=False, factory=list)
     _holds: list[Hold] = attrs.field(init=False, factory=list)
     _caches: dict[tuple[Any, ...], MeshCache] = attrs.field(init=False, factory=dict)
@@ -81,11 +83,14 @@ class World:
         Raises:
             RendezvousTimeoutError: some ranks did not come to it.
             RankDisagreementError: they came for different things.
+            RuntimeStateError: the others wait at a breakpoint.
         """
         self.require_alive()
         if self.store is None or self.world_size == 1:
             yield secrets.token_hex(4)  # alike on all ranks only where there is one
             return
+        if self.others_wait:
+            raise RuntimeStateError(f"{self.others_wait} Nobody would come {purpose}.")
         here = meet(
             PrefixStore("touch", self.store),
             self.rank,

@@ -151,6 +151,16 @@ def test_release_lets_the_others_go_on(job):
     assert [rank.out for rank in ranks.ended()] == ["sum 21\n"] * 2
 
 
+def test_what_needs_the_others_is_refused(job):
+    """The first touch of the mesh, by TAB too, is an error at a breakpoint, where all others wait;
+    afterwards it is built."""
+    ranks = job(2, "rt.breakpoint(rank=1)\nprint(rt.mesh.size(), flush=True)\n")
+    ranks.wait_stopped(1)
+    said = ranks.attach("1", lines="p rt.mesh\nc\n").stdout
+    assert "*** distctx.exceptions.RuntimeStateError: The other ranks wait at a breakpoint" in said
+    assert [rank.out for rank in ranks.ended()] == ["2\n"] * 2
+
+
 def test_stepping_off_the_end_frees_the_others(job):
     """A rank that is stepped out of its block keeps nobody."""
     ranks = job(2, "rt.breakpoint(rank=1)\npass\n")
