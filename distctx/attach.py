@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from distctx.debug import ASKS_FOR_STACKS, RankHere, folder, ranks_here, require_private
+from distctx.debug import RankHere, folder, ranks_here, require_private
 from distctx.debugger import Lines
 from distctx.display import table
 from distctx.traces import is_torch, process_state, stand
@@ -211,25 +211,16 @@ def _alone(path: Path) -> Iterator[None]:
 def _ask(ranks: Sequence[RankHere]) -> dict[int, str]:
     """The stacks of each, by pid; "" where it does not answer."""
     for rank in ranks:
-        with contextlib.suppress(OSError):  # it has just ended
-            os.truncate(rank.stacks, 0)
-            os.kill(rank.pid, ASKS_FOR_STACKS)
+        rank.ask_for_stacks()
     sizes: dict[int, int] = {}
     end = quiet = time.monotonic() + _ANSWER
     while time.monotonic() < min(end, quiet):
         time.sleep(0.01)
-        now = {rank.pid: len(_text(rank)) for rank in ranks}
+        now = {rank.pid: len(rank.stacks()) for rank in ranks}
         if now != sizes:
             sizes = now
             quiet = time.monotonic() + _QUIET if all(now.values()) else end
-    return {rank.pid: _text(rank) for rank in ranks}
-
-
-def _text(rank: RankHere) -> str:
-    try:
-        return rank.stacks.read_text(errors="replace")
-    except OSError:
-        return ""
+    return {rank.pid: rank.stacks() for rank in ranks}
 
 
 def _of_job(job: str, ranks: Sequence[RankHere], answers: dict[int, str]) -> Iterator[str]:
@@ -255,8 +246,8 @@ def _stands_at(rank: RankHere, text: str) -> str:
     """The last line outside torch, and what of torch was called there."""
     if not text:
         return f"does not answer; its state is {process_state(rank.pid) or 'ended'}"
-    if rank.stopped is not None:
-        path, line, _ = rank.stopped
+    if (stopped := rank.stopped) is not None:
+        path, line, _ = stopped
         return f"{_short(path)}:{line} stopped in the debugger"
     frame, inner = stand(text)
     called = [one.name for one in inner if is_torch(one.path) and one.name not in _WRAPPERS]

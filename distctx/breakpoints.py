@@ -92,20 +92,16 @@ def _card(world: World, frame: FrameType) -> str:
 def _prompt(world: World, layout: MeshLayout, frame: FrameType, others: _Others | None) -> None:
     from distctx.debugger import Debugger, Wire  # pdb is slow to import, and rarely wanted
 
-    known = debug.own_name()
-    here = known or debug.name_of_this(world.environment, layout)
+    here = debug.own_name(world.environment, layout, world.undo)
     wire = None if _has_terminal() else Wire(here.socket)
     who = f"rank {world.rank} of {world.world_size}"
     at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def moved(path: str, line: int, function: str) -> None:
-        here._replace(stopped=(path, line, function)).write()
+        here.stop_at(debug.Stopped(path, line, function))
 
     def let_go() -> None:
-        if known is None:
-            here.forget()
-        else:
-            here.write()
+        here.run_on()
         if others is not None:
             world.others_wait = ""
             others.release()

@@ -18,7 +18,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import attrs
 
@@ -29,11 +29,11 @@ from distctx.layout import MeshLayout
 __all__ = [
     "ASKS_FOR_STACKS",
     "RankHere",
+    "Stopped",
     "attach_command",
     "door",
     "folder",
     "is_alive",
-    "name_of_this",
     "own_name",
     "ranks_here",
     "require_private",
@@ -66,8 +66,19 @@ def require_private(path: Path) -> None:
         )
 
 
+class Stopped(NamedTuple):
+    """The line at which a rank is stopped."""
+
+    file: str
+    line: int
+    function: str
+
+
 class RankHere(NamedTuple):
-    """A rank of this machine that left its name."""
+    """A rank of this machine that left its name: a file whose first line it is.
+
+    What stands below that line are its stacks, when it was asked for them.
+    """
 
     path: Path
     pid: int
@@ -77,28 +88,52 @@ class RankHere(NamedTuple):
     where: str
     job: str
     program: str
-    #: Where it is stopped: file, line and function; None while it runs.
-    stopped: tuple[str, int, str] | None = None
-
-    @property
-    def stacks(self) -> Path:
-        """The file into which it writes its stacks."""
-        return self.path.with_suffix(".stacks")
 
     @property
     def socket(self) -> Path:
         """Where it listens while it is stopped, unless it has a terminal of its own."""
         return self.path.with_suffix(".socket")
 
-    def write(self) -> None:
-        """Leave or change the name."""
+    @property
+    def stopped(self) -> Stopped | None:
+        """Where it is stopped; None while it runs."""
+        try:
+            return Stopped(*json.loads(self._stopped.read_text()))
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def _stopped(self) -> Path:
+        return self.path.with_suffix(".stopped")
+
+    def stop_at(self, place: Stopped) -> None:
+        """Say where it is stopped."""
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(self._asdict() | {"path": str(self.path)}))
-        new.replace(self.path)
+        new.write_text(json.dumps(place))
+        new.replace(self._stopped)
+
+    def run_on(self) -> None:
+        """It is stopped no longer."""
+        self._stopped.unlink(missing_ok=True)
+
+    def stacks(self) -> str:
+        """What it wrote when it was asked; empty where it did not."""
+        try:
+            return self.path.read_text(errors="replace").partition("\n")[2]
+        except OSError:
+            return ""
+
+    def ask_for_stacks(self) -> None:
+        """Let it write them, in place of what stood there."""
+        with contextlib.suppress(OSError):  # it has just ended
+            with self.path.open("rb") as file:
+                size = len(file.readline())
+            os.truncate(self.path, size)
+            os.kill(self.pid, ASKS_FOR_STACKS)
 
     def forget(self) -> None:
         """Take all of it away."""
-        for path in (self.path, self.stacks, self.socket):
+        for path in (self.path, self._stopped, self.socket):
             path.unlink(missing_ok=True)
 
 
@@ -106,10 +141,9 @@ def ranks_here(where: Path) -> list[RankHere]:
     """The ranks that live, by job and rank. What is left of others is taken away."""
     found = []
     for path in where.glob("*.rank"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # it has just gone
-            known = json.loads(path.read_text())
-            known["stopped"] = known["stopped"] and tuple(known["stopped"])
-            rank = RankHere(**known | {"path": path})
+        with contextlib.suppress(OSError, ValueError, TypeError):  # it is just coming, or going
+            with path.open() as file:
+                rank = RankHere(path, *json.loads(file.readline()))
             if is_alive(rank.pid, rank.began):
                 found.append(rank)
             else:
@@ -140,11 +174,12 @@ def when_begun(pid: int) -> str:
 class _Door:
     here: RankHere
     process: int = attrs.field(init=False, factory=os.getpid)
-    file: IO[str] = attrs.field(init=False)
+    file: int = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.here.write()
-        self.file = self.here.stacks.open("a")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self.file = os.open(self.here.path, flags, 0o600)
+        os.write(self.file, json.dumps(self.here[1:]).encode() + b"\n")
         # Where a handler is there, it is called as well.
         chain = signal.getsignal(ASKS_FOR_STACKS) is not signal.SIG_DFL
         faulthandler.register(ASKS_FOR_STACKS, self.file, all_threads=True, chain=chain)
@@ -155,17 +190,12 @@ class _Door:
         if self.process == os.getpid():
             _open = None
             faulthandler.unregister(ASKS_FOR_STACKS)
-            self.file.close()
+            os.close(self.file)
             with contextlib.suppress(OSError):
-                self.here.forget()
+                self.here.path.unlink(missing_ok=True)
 
 
 _open: _Door | None = None
-
-
-def own_name() -> RankHere | None:
-    """As what this process is known now, or None."""
-    return None if _open is None else _open.here
 
 
 def _forget_after_fork() -> None:
@@ -177,11 +207,12 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def name_of_this(environment: LaunchEnvironment, layout: MeshLayout | None) -> RankHere:
+def _name_of_this(environment: LaunchEnvironment, layout: MeshLayout | None) -> RankHere:
     """This process, as another terminal is to know it."""
     path = folder()
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    if not os.path.lexists(path):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
     require_private(path)
     rank, pid = environment.rank, os.getpid()
     alone = f"pid {pid}"
@@ -203,14 +234,14 @@ def name_of_this(environment: LaunchEnvironment, layout: MeshLayout | None) -> R
 def door(environment: LaunchEnvironment, layout: MeshLayout | None) -> Iterator[None]:
     """While this lasts, another terminal finds this rank. Talks to nobody.
 
-    Costs a file and a handler for one signal. Where the folder cannot be had, a world opens
+    Costs a small file and a handler for one signal. Where the folder cannot be had, a world opens
     without, and that is logged.
     """
     global _open
     opened = None
     if _open is None and hasattr(faulthandler, "register"):  # not on Windows
         try:
-            opened = _open = _Door(name_of_this(environment, layout))
+            opened = _open = _Door(_name_of_this(environment, layout))
         except (OSError, RuntimeStateError) as error:
             log.warning("no other terminal can look at this rank: %s", error)
     try:
@@ -218,6 +249,27 @@ def door(environment: LaunchEnvironment, layout: MeshLayout | None) -> Iterator[
     finally:
         if opened is not None:
             opened.close()
+
+
+def own_name(
+    environment: LaunchEnvironment, layout: MeshLayout, undo: contextlib.ExitStack
+) -> RankHere:
+    """As what this process is known; from now on, until ``undo``, where it was not.
+
+    Raises:
+        RuntimeStateError: the folder cannot be had.
+    """
+    global _open
+    if _open is None:
+        try:
+            _open = _Door(_name_of_this(environment, layout))
+        except OSError as error:
+            raise RuntimeStateError(
+                f"A breakpoint needs a folder of this user alone, and {folder()} cannot be one: "
+                f"{error}. DISTCTX_DIR says another one."
+            ) from error
+        undo.callback(_open.close)
+    return _open.here
 
 
 def attach_command(here: RankHere) -> str:

@@ -103,7 +103,7 @@ class Job:
 
         def are() -> bool:
             found = self.stopped()
-            at = {one.stopped[1] for one in found.values() if one.stopped}
+            at = {place.line for one in found.values() if (place := one.stopped)}
             return set(found) == set(ranks) and (line is None or at == {line})
 
         self._until(are, f"ranks {ranks} stop")

@@ -7,6 +7,7 @@ Real processes, each a rank; ``attach`` is fed from a pipe here, and at a real t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -253,7 +254,7 @@ def test_opening_leaves_a_name_and_closing_takes_it_away(folder):
             assert (name.pid, name.rank, name.world_size) == (os.getpid(), 0, 1)
             assert name.stopped is None
             os.kill(os.getpid(), debug.ASKS_FOR_STACKS)
-            assert "test_opening_leaves_a_name" in name.stacks.read_text()
+            assert "test_opening_leaves_a_name" in name.stacks()
             with DistributedRuntime():
                 assert len(debug.ranks_here(folder)) == 1
             assert len(debug.ranks_here(folder)) == 1
@@ -304,10 +305,12 @@ def test_what_the_dead_left_is_swept(folder):
     with DistributedRuntime():
         (mine,) = debug.ranks_here(folder)
         for pid, began in ((2**22 + 1, "1"), (os.getpid(), "1")):
-            mine._replace(path=folder / f"{pid}x.rank", pid=pid, began=began).write()
+            dead = mine._replace(path=folder / f"{pid}x.rank", pid=pid, began=began)
+            dead.path.write_text(json.dumps(dead[1:]) + "\n")
+            dead.stop_at(debug.Stopped("a.py", 1, "f"))
         (folder / "bad.rank").write_text("{")
         assert debug.ranks_here(folder) == [mine]
-        assert {path.suffix for path in folder.iterdir()} == {".rank", ".stacks"}
+        assert {path.suffix for path in folder.iterdir()} == {".rank"}
         assert not (folder / f"{os.getpid()}x.rank").exists()
 
 
