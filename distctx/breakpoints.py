@@ -116,7 +116,7 @@ def _prompt(world: World, layout: MeshLayout, frame: FrameType, others: _Others 
             others.end()
         let_go()
         ranks = f"all {world.world_size} ranks end" if world.world_size > 1 else "it ends"
-        print(f"[distctx] {who} was told to quit at {at}: {ranks}", file=sys.stderr, flush=True)
+        debug.announce(f"[distctx] {who} was told to quit at {at}: {ranks}")
 
     if others is not None:
         world.others_wait = (
@@ -127,11 +127,9 @@ def _prompt(world: World, layout: MeshLayout, frame: FrameType, others: _Others 
     debugger = Debugger(wire, who, moved=moved, release=let_go, go_on=go_on, give_up=give_up)
     if wire is not None:
         waiting = "" if others is None else "; the others wait"
-        print(
+        debug.announce(
             f"[distctx] {who} is stopped at {at}{waiting}. In another terminal on "
-            f"{socket.gethostname()}:\n    {debug.attach_command(here)}",
-            file=sys.stderr,
-            flush=True,
+            f"{socket.gethostname()}:\n    {debug.attach_command(here)}"
         )
     debugger.set_trace(frame)
 

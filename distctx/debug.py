@@ -16,7 +16,7 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ __all__ = [
     "ASKS_FOR_STACKS",
     "RankHere",
     "Stopped",
+    "announce",
     "attach_command",
     "door",
     "folder",
@@ -45,6 +46,15 @@ log = logging.getLogger("distctx")
 #: Asks a rank for its stacks. A process without a handler ignores this one, so that a question
 #: that comes too late harms nobody.
 ASKS_FOR_STACKS = signal.SIGURG
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+#: Says to the person at the job's own terminal that a rank stops, or quits. The pytest plugin,
+#: which captures what a rank prints, puts its own here.
+announce: Callable[[str], None] = _print
 
 
 def folder() -> Path:

@@ -347,15 +347,6 @@ class DistributedRuntime(Settings):
 
         return display.describe(self, rank)
 
-    def draw(self, *dims: Dim) -> str:
-        """The layout as a grid of ranks, this one marked ``[5]``, its group along ``dims`` ``(4)``.
-        Talks to nobody; there before opening too.
-
-        Raises:
-            LayoutError: no such dim.
-        """
-        return self.layout.draw(self.rank, *dims)
-
     def breakpoint(
         self, rank: int | Sequence[int] | None = None, *, when: object = None, **dims: int
     ) -> None:

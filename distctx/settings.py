@@ -197,6 +197,15 @@ class Settings:
         """The ranks of this rank's group along ``dims``; no dims: all. Talks to nobody."""
         return self.layout.ranks(self.rank, *dims)
 
+    def draw(self, *dims: Dim) -> str:
+        """The layout as a grid of ranks, this one marked ``[5]``, its group along ``dims`` ``(4)``.
+        Talks to nobody; there before opening too.
+
+        Raises:
+            LayoutError: no such dim.
+        """
+        return self.layout.draw(self.rank, *dims)
+
     @property
     def dp_partition(self) -> Partition:
         """Which share of the data is this rank's. Talks to nobody; there before opening too.

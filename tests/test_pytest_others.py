@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-from launch import need, torchrun
+from distctx.debug import ranks_here
+from launch import clean_environment, need, torchrun
 from suites import IMPORTS, SLACK
 
 MIXED = """
@@ -173,6 +176,43 @@ def test_it():
     process.sendline("c")
     process.expect("1 passed" if how == "breakpoint" else "1 failed")
     process.expect(pexpect.EOF)
+
+
+@pytest.mark.parametrize("capture", ["fd", "no"])
+def test_a_breakpoint_stops_the_clocks(pytester, capture):
+    """``rt.breakpoint`` in a test says on the terminal how to attach, and the test has no bound
+    while somebody thinks."""
+    pytester.makepyfile(
+        test_it=IMPORTS
+        + """
+@pytest.mark.distributed(2, timeout=1)
+def test_it(distributed_runtime):
+    secret = 6 * 7
+    distributed_runtime.breakpoint(rank=1)
+    dist.barrier()
+"""
+    )
+    with tempfile.TemporaryDirectory(prefix="dx-") as folder:
+        environ = clean_environment({"DISTCTX_DIR": f"{folder}/n"})
+        command = [sys.executable, "-m"]
+        process = subprocess.Popen(
+            [*command, "pytest", "-p", "no:randomly", f"--capture={capture}"],
+            env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        end = time.monotonic() + 60
+        while not any(rank.socket.exists() for rank in ranks_here(Path(folder) / "n")):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        time.sleep(3)  # far beyond the test's time, and the grace
+        said = subprocess.run(
+            [*command, "distctx", "attach", "1"], env=environ, text=True, timeout=60,
+            input="p secret\nc\n", capture_output=True, check=True,
+        )  # fmt: skip
+        out, _ = process.communicate(timeout=60)
+    assert "42" in said.stdout
+    assert re.search(r"\[distctx\] rank 1 of 2 is stopped at .*test_it.py:\d+", out)
+    assert "1 passed" in out
 
 
 LAUNCHED = """

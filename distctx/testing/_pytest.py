@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
 
-__all__ = ["base_folder", "capture", "new_folder", "run_item", "set_base_folder", "tear_down_for"]
+__all__ = [
+    "base_folder",
+    "capture",
+    "capture_off",
+    "new_folder",
+    "run_item",
+    "set_base_folder",
+    "tear_down_for",
+]
 
 
 def run_item(item: pytest.Item) -> None:
@@ -34,6 +43,15 @@ def capture(config: pytest.Config) -> Any:
     A rank must write to files of its own; no fixture can give it these.
     """
     return config.pluginmanager.getplugin("capturemanager")
+
+
+def capture_off(config: pytest.Config) -> Any:
+    """A block in which what is printed goes where pytest's own output goes.
+
+    Only a fixture gives it in public, and a rank may stop in any test.
+    """
+    manager = capture(config)
+    return contextlib.nullcontext() if manager is None else manager.global_and_fixture_disabled()
 
 
 def base_folder(config: pytest.Config) -> Path | None:

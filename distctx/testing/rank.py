@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from distctx import debug
 from distctx.launchers import known_variables
 from distctx.testing import RANK, _pytest
 from distctx.testing.guards import Before
@@ -198,6 +199,12 @@ class Rank(Teller):
         self.run(item)
         return True
 
+    def announce(self, text: str) -> None:
+        """A breakpoint of distctx's: the clocks stop, and the terminal says how to attach."""
+        self.tell("debugger")
+        with _pytest.capture_off(self.config):
+            print(f"\n{text}", file=sys.stderr, flush=True)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_enter_pdb(self) -> None:
         """Somebody looks: the clocks stop, and this rank has the terminal, when it is its turn."""
@@ -255,6 +262,7 @@ def run_here(
         _leave_timeouts_outside(config, item)
         _silence_xdist(config)
         config.pluginmanager.register(me, RANK)
+        debug.announce = me.announce
         one_thread()
         before = Before()
         me.tell("start", pid=os.getpid())
