@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import re
 import signal
@@ -28,6 +29,9 @@ _PROMPT = 10.0
 
 
 def _look(where: str | None) -> list[RankHere]:
+    """The ranks of a folder; from now on whatever they say can be printed."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     path = Path(where) if where else folder()
     if not path.exists():
         return []

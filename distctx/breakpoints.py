@@ -24,6 +24,7 @@ from distctx.stores import Store, backoff, peek, run_bounded
 from distctx.sync import next_turn, store_must_answer
 
 if TYPE_CHECKING:
+    from distctx.debugger import Wire
     from distctx.world import World
 
 __all__ = ["selects", "stop"]
@@ -66,72 +67,106 @@ def selects(
 
 def stop(world: World, layout: MeshLayout, meant: bool, frame: FrameType) -> None:
     """All ranks come here; those who are meant stop in ``frame``, the others wait in the store."""
-    others: _Others | None = None
-    if world.world_size > 1 and world.backend != "fake":
-        others = _Others(world, next_turn(world, "breakpoint()"))
-        others.arrive(_card(world, frame) if meant else None)
-    if meant:
-        _prompt(world, layout, frame, others)
+    alone = world.world_size == 1 or world.backend == "fake"
+    others = None if alone else _Others(world, next_turn(world, "breakpoint()"))
+    # What can fail in this rank alone comes before it says that it stops.
+    stopped = _Stop(world, layout, others, frame) if meant else None
+    if others is not None:
+        others.arrive(stopped.card() if stopped else None)
+    if stopped is not None:
+        stopped.ask(frame)
     elif others is not None:
         others.wait()
 
 
-def _card(world: World, frame: FrameType) -> str:
-    """Who stops where, for the others."""
-    return json.dumps(
-        {
-            "rank": world.rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "began": debug.when_begun(os.getpid()),
-            "at": f"{frame.f_code.co_filename}:{frame.f_lineno}",
-        }
-    )
+#: What this process listens on; one that pdb's own breakpoints keep open serves the next stop too.
+_wire: Wire | None = None
 
 
-def _prompt(world: World, layout: MeshLayout, frame: FrameType, others: _Others | None) -> None:
-    from distctx.debugger import Debugger, Wire  # pdb is slow to import, and rarely wanted
+class _Stop:
+    """One rank at one breakpoint, on the side that stops."""
 
-    here = debug.own_name(world.environment, layout, world.undo)
-    wire = None if _has_terminal() else Wire(here.socket)
-    who = f"rank {world.rank} of {world.world_size}"
-    at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    def __init__(
+        self, world: World, layout: MeshLayout, others: _Others | None, frame: FrameType
+    ) -> None:
+        global _wire
+        from distctx.debugger import Wire  # pdb is slow to import, and rarely wanted
 
-    def moved(path: str, line: int, function: str) -> None:
-        here.stop_at(debug.Stopped(path, line, function))
+        self.world, self.others = world, others
+        self.here = debug.own_name(world.environment, layout, world.undo)
+        if _has_terminal():
+            self.wire = None
+        elif _wire is not None and _wire.is_open:
+            self.wire = _wire
+        else:
+            self.wire = _wire = Wire(self.here.socket)
+        self.who = f"rank {world.rank} of {world.world_size}"
+        self.at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def let_go() -> None:
-        here.run_on()
-        if others is not None:
-            world.others_wait = ""
-            others.release()
+    def card(self) -> str:
+        """Who stops where, for the others."""
+        here, host = self.here, socket.gethostname()
+        card = {"rank": here.rank, "host": host, "pid": here.pid, "began": here.began}
+        return json.dumps(card | {"at": self.at})
 
-    def go_on() -> None:
-        let_go()
-        if others is not None:
-            others.wait()
+    def ask(self, frame: FrameType) -> None:
+        """Be in pdb from the caller's next line on."""
+        from distctx.debugger import Debugger
 
-    def give_up() -> None:
-        if others is not None:
-            others.end()
-        let_go()
-        ranks = f"all {world.world_size} ranks end" if world.world_size > 1 else "it ends"
-        debug.announce(f"[distctx] {who} was told to quit at {at}: {ranks}")
+        self.world.leave = self.let_go
+        if self.others is not None:
+            self.world.others_wait = (
+                "The other ranks wait at a breakpoint until this one goes on; the command release "
+                "lets them go on before."
+            )
+        if self.wire is not None:
+            self.wire.is_over = self.others.is_over if self.others else lambda: False
+            waiting = "" if self.others is None else "; the others wait"
+            debug.announce(
+                f"[distctx] {self.who} is stopped at {self.at}{waiting}. In another terminal on "
+                f"{socket.gethostname()}:\n    {debug.attach_command(self.here)}"
+            )
+        Debugger(
+            self.wire,
+            self.who,
+            moved=lambda *place: self.here.stop_at(debug.Stopped(*place)),
+            release=self.release,
+            go_on=self.go_on,
+            give_up=self.give_up,
+        ).set_trace(frame)
 
-    if others is not None:
-        world.others_wait = (
-            "The other ranks wait at a breakpoint until this one goes on; the command release lets "
-            "them go on before."
-        )
-    world.undo.callback(let_go)
-    debugger = Debugger(wire, who, moved=moved, release=let_go, go_on=go_on, give_up=give_up)
-    if wire is not None:
-        waiting = "" if others is None else "; the others wait"
-        debug.announce(
-            f"[distctx] {who} is stopped at {at}{waiting}. In another terminal on "
-            f"{socket.gethostname()}:\n    {debug.attach_command(here)}"
-        )
-    debugger.set_trace(frame)
+    def release(self) -> None:
+        """The others go on, this rank stays."""
+        if self.others is not None:
+            self.world.others_wait = ""
+            self.others.release()
+
+    def let_go(self) -> None:
+        """This rank is stopped no longer."""
+        self.here.run_on()
+        self.release()
+        self.world.leave = lambda: None
+
+    def go_on(self) -> None:
+        """With all who wait or are stopped too."""
+        self.let_go()
+        if self.others is not None:
+            self.others.wait()
+
+    def give_up(self) -> str:
+        """End all ranks, as far as they are here; says who ends."""
+        ends, told = f"{self.who} ends", False
+        if self.others is not None:
+            if self.others.released.is_set():
+                ends += "; the others had gone on"
+            else:
+                told = self.others.is_over()
+                self.others.end()
+                ends += f", with all {self.world.world_size} ranks"
+        self.let_go()
+        if not told:  # another one was asked to, and has said so
+            debug.announce(f"[distctx] told to quit at {self.at}: {ends}")
+        return ends
 
 
 def _has_terminal() -> bool:
@@ -187,6 +222,15 @@ class _Others:
         with contextlib.suppress(RuntimeError, TimeoutError):
             run_bounded(lambda: self.turn.set("end", str(self.world.rank)), 5.0)
 
+    def is_over(self) -> bool:
+        """Whether all ranks are to end; so it is too where nobody can say any more."""
+        try:
+            return run_bounded(lambda: peek(self.turn, "end"), 5.0) is not None
+        except TimeoutError:
+            return False
+        except RuntimeError:
+            return True
+
     def wait(self) -> None:
         """Wait until all have come and nobody is stopped.
 
@@ -222,7 +266,7 @@ class _Others:
 
     def _require_alive(self, number: int, card: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        if card["host"] == socket.gethostname():
+        if card["host"] == socket.gethostname() and debug.is_near(card["began"]):
             lives = debug.is_alive(card["pid"], card["began"])
         else:
             beat = self._ask(lambda: self.turn.add(f"beat/{number}", 0))

@@ -13,6 +13,7 @@ import faulthandler
 import json
 import logging
 import os
+import shlex
 import signal
 import stat
 import sys
@@ -35,6 +36,7 @@ __all__ = [
     "door",
     "folder",
     "is_alive",
+    "is_near",
     "own_name",
     "ranks_here",
     "require_private",
@@ -59,7 +61,7 @@ announce: Callable[[str], None] = _print
 
 def folder() -> Path:
     """Where the ranks of this user leave their names: ``DISTCTX_DIR``, or a folder in /tmp."""
-    return Path(os.environ.get("DISTCTX_DIR") or f"/tmp/distctx-{os.getuid()}")
+    return Path(os.environ.get("DISTCTX_DIR") or f"/tmp/distctx-{os.getuid()}").absolute()
 
 
 def require_private(path: Path) -> None:
@@ -154,6 +156,8 @@ def ranks_here(where: Path) -> list[RankHere]:
         with contextlib.suppress(OSError, ValueError, TypeError):  # it is just coming, or going
             with path.open() as file:
                 rank = RankHere(path, *json.loads(file.readline()))
+            if not is_near(rank.began):
+                continue  # of another container, that shares the folder
             if is_alive(rank.pid, rank.began):
                 found.append(rank)
             else:
@@ -168,16 +172,28 @@ def is_alive(pid: int, began: str) -> bool:
             os.kill(pid, 0)
             return True
         return False
-    return began == when_begun(pid)
+    return bool(began) and began == when_begun(pid)
+
+
+def is_near(began: str) -> bool:
+    """Whether a process that began then is seen from here: its number means the same."""
+    return began.partition(" ")[0] == _namespace()
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def when_begun(pid: int) -> str:
-    """When a process began, in ticks since the boot; empty where it has ended."""
+    """When a process began, and among which others; empty where it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if state == "Z" else fields[18]
+    return "" if state == "Z" else f"{_namespace()} {fields[18]}"
 
 
 @attrs.define(eq=False)
@@ -285,4 +301,5 @@ def own_name(
 def attach_command(here: RankHere) -> str:
     """What to type in another terminal of this host."""
     default = here.path.parent == Path(f"/tmp/distctx-{os.getuid()}")
-    return f"python -m distctx attach {'' if default else f'{here.path.parent} '}{here.rank}"
+    where = "" if default else f"{shlex.quote(str(here.path.parent))} "
+    return f"python -m distctx attach {where}{here.rank}"

@@ -17,6 +17,8 @@ from typing import Any
 
 __all__ = ["Debugger", "Lines", "Wire"]
 
+#: Seconds between two looks at whether all is over.
+_LOOK = 0.5
 #: How much of what was said since the last line came is kept for a terminal that attaches later.
 _KEPT = 200_000
 
@@ -79,19 +81,27 @@ class Wire:
         self._terminal: Lines | None = None
         self._said = ""  # since the last line was read, for one that attaches later
         self._sent = 0  # how much of that the terminal has
+        #: Whether another rank was told to end all: then this one quits too.
+        self.is_over: Callable[[], bool] = lambda: False
         #: Gives the completions of a word; see ``Debugger.completions``.
         self.complete: Callable[[str, str, int, int], list[str]] = lambda *_: []
 
     def write(self, text: str) -> int:
         """Say something; the terminal sees it when it is flushed."""
         self._said += text
+        if len(self._said) > _KEPT + self._sent:
+            self._send(len(self._said))
         if (more := len(self._said) - _KEPT) > 0:
-            self._said, self._sent = self._said[more:], max(0, self._sent - more)
+            left_out = "" if self._terminal is not None else "[… the beginning is left out]\n"
+            self._said = left_out + self._said[more:]
+            self._sent = max(0, self._sent - more) if not left_out else 0
         return len(text)
 
     def flush(self) -> None:
         """Send the lines that are complete; what is left over is a prompt, or becomes a line."""
-        end = self._said.rfind("\n") + 1
+        self._send(self._said.rfind("\n") + 1)
+
+    def _send(self, end: int) -> None:
         if self._terminal is not None and end > self._sent:
             if not self._terminal.send(say=self._said[self._sent : end]):
                 self._hang_up()
@@ -100,8 +110,8 @@ class Wire:
     def readline(self, limit: int = -1) -> str:
         """The next line that a person types, whoever it is, whenever that is."""
         while True:
-            if self._terminal is None:
-                self._accept()
+            if self._terminal is None and not self._accept():
+                return "q\n"
             if (line := self._ask()) is not None:
                 self._said, self._sent = "", 0
                 return line + "\n"
@@ -116,9 +126,19 @@ class Wire:
         self._door.close()
         self._path.unlink(missing_ok=True)
 
-    def _accept(self) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be read from."""
+        return self._door.fileno() >= 0
+
+    def _accept(self) -> bool:
+        """Wait for a terminal; False where all is over before one comes."""
+        while not select.select([self._door], [], [], _LOOK)[0]:
+            if self.is_over():
+                return False
         connection, _ = self._door.accept()
         self._terminal, self._sent = Lines(connection), 0
+        return True
 
     def _ask(self) -> str | None:
         """A line from the terminal that is attached; None where it has gone."""
@@ -129,7 +149,9 @@ class Wire:
         if not terminal.send(ask=self._said.rpartition("\n")[2]):
             return None
         while True:
-            ready, _, _ = select.select([terminal.socket, self._door], [], [])
+            ready, _, _ = select.select([terminal.socket, self._door], [], [], _LOOK)
+            if not ready and self.is_over():
+                return "q"
             if self._door in ready:
                 other, _ = self._door.accept()
                 Lines(other).send(end="another terminal is attached to this rank")
@@ -159,7 +181,7 @@ class Debugger(pdb.Pdb):
         moved: called with file, line and function wherever it stops.
         release: called by the command ``release``: the others go on, this rank stays.
         go_on: called when this rank is to go on.
-        give_up: called when all are to end.
+        give_up: called when all are to end; says who does.
     """
 
     def __init__(
@@ -170,13 +192,14 @@ class Debugger(pdb.Pdb):
         moved: Callable[[str, int, str], None],
         release: Callable[[], None],
         go_on: Callable[[], None],
-        give_up: Callable[[], None],
+        give_up: Callable[[], str],
     ) -> None:
         streams: dict[str, Any] = {} if wire is None else {"stdin": wire, "stdout": wire}
         super().__init__(**streams)
         self._wire, self._who = wire, who
         self._moved, self._release, self._go_on, self._give_up = moved, release, go_on, give_up
         self._interrupt = signal.getsignal(signal.SIGINT)
+        self._goes_on = False
         if wire is not None:
             self.prompt = f"({who}) "
             wire.complete = self.completions
@@ -185,11 +208,17 @@ class Debugger(pdb.Pdb):
         """Stop, and say where."""
         if frame is not None:
             self._moved(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        self._goes_on = False
         super().interaction(frame, *rest)
+        if self._goes_on:  # here, since the command loop takes Ctrl-C for its own
+            self._leave()
 
     def set_continue(self) -> None:
         """Go on, with all ranks; breakpoints that were set meanwhile stop this one alone."""
         super().set_continue()
+        self._goes_on = True
+
+    def _leave(self) -> None:
         if self._wire is not None and not self.breaks:
             self._wire.close(f"{self._who} goes on")
             if threading.current_thread() is threading.main_thread():
@@ -199,9 +228,13 @@ class Debugger(pdb.Pdb):
     def set_quit(self) -> None:
         """End all ranks."""
         super().set_quit()
-        self._give_up()
+        said = self._give_up()
         if self._wire is not None:
-            self._wire.close(f"{self._who} ends, and all others")
+            self._wire.close(said)
+
+    def set_stepinstr(self) -> None:
+        """Stop in the line after the call, as pdb did before Python 3.13."""
+        self.set_step()
 
     def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
         """As pdb's, but that quitting is no error with a traceback."""

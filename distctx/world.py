@@ -58,6 +58,8 @@ class World:
 
     #: Why nobody would come to a meeting now, in words; empty where they may.
     others_wait: str = attrs.field(init=False, default="")
+    #: Lets go of those who wait at a breakpoint, if any do.
+    leave: Callable[[], None] = attrs.field(init=False, default=lambda: None)
     to_be_read: list[tuple[Store, str, int]] = attrs.field(init=False, factory=list)
     _holds: list[Hold] = attrs.field(init=False, factory=list)
     _caches: dict[tuple[Any, ...], MeshCache] = attrs.field(init=False, factory=dict)
@@ -156,6 +158,7 @@ class World:
     def end(self, *, abort: bool) -> None:
         """End the process group if distctx made it, and undo what came with it."""
         with self.undo:
+            self.leave()
             if self.owned and self.is_alive:
                 self._end_groups(dist.destroy_process_group, _torch.abort_world, abort)
 

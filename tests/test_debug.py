@@ -79,15 +79,88 @@ def test_quitting_ends_every_rank(job):
     ranks = job(4, "rt.breakpoint(rank=2)\nprint('never', flush=True)\n")
     ranks.wait_stopped(2)
     said = ranks.attach("2", lines="q\n").stdout
-    assert said.rstrip().endswith("[rank 2 of 4 ends, and all others]")
+    assert said.rstrip().endswith("[rank 2 of 4 ends, with all 4 ranks]")
     ended = ranks.ended()
     assert [(rank.status, rank.out) for rank in ended] == [(0, "")] * 4
     messages = [line for rank in ended for line in rank.err.splitlines() if "attach" not in line]
     messages = [line for line in messages if "is stopped at" not in line]
     assert len(messages) == 1
     assert re.fullmatch(
-        r"\[distctx\] rank 2 of 4 was told to quit at \S+:\d+: all 4 ranks end", messages[0]
+        r"\[distctx\] told to quit at \S+:\d+: rank 2 of 4 ends, with all 4 ranks", messages[0]
     )
+
+
+def test_quitting_ends_ranks_that_are_stopped_too(job):
+    """``q`` on one of two stopped ranks ends both, and the one that waits."""
+    ranks = job(3, "rt.breakpoint(rank=(1, 2))\n")
+    ranks.wait_stopped(1, 2)
+    ranks.attach("1", lines="q\n")
+    ended = ranks.ended(within=15)
+    assert [rank.status for rank in ended] == [0] * 3
+    assert "".join(rank.err for rank in ended).count("told to quit") == 1
+
+
+def test_quitting_after_release_ends_one(job):
+    """Those that went on are not called back, and nobody says so."""
+    ranks = job(2, "rt.breakpoint(rank=1)\nprint('on', flush=True)\ntime.sleep(2)\n")
+    ranks.wait_stopped(1)
+    ranks.attach("1", lines="release\n")
+    assert ranks.says(0, "on")
+    said = ranks.attach("1", lines="q\n").stdout  # it is stopped still
+    assert "[rank 1 of 2 ends; the others had gone on]" in said
+
+
+def test_what_is_said_reaches_every_terminal(job):
+    """Output that no terminal can show, or longer than what is kept, is no end of looking."""
+    ranks = job(1, "rt.breakpoint()\npass\n")
+    ranks.wait_stopped(0)
+    said = ranks.attach("0", lines="print('\\ud800', 'é')\n").stdout
+    assert "\\ud800 é" in said
+    said = ranks.attach("0", lines="print('BEGIN' + 'x' * 1_000_000 + 'END')\n").stdout
+    assert said.count("x") > 1_000_000
+    assert "BEGINx" in said
+    assert "xEND" in said
+    said = ranks.attach("0", lines="c\n").stdout
+    assert "the beginning is left out" in said or "xEND" in said
+    assert ranks.ended()[0].status == 0
+
+
+def test_one_terminal_serves_stop_after_stop(job):
+    """A breakpoint of pdb's own keeps the line open: the next stop comes to the same terminal."""
+    ranks = job(1, "for i in range(3):\n    rt.breakpoint()\n    x = i\n    print(x, flush=True)\n")
+    ranks.wait_stopped(0)
+    line = ranks.line_of("print(x")
+    said = ranks.attach("0", lines=f"b {line}\nc\nc\nc\np 'third', i\nclear 1\nc\n").stdout
+    assert "('third', 1)" in said
+    assert said.rstrip().endswith("[rank 0 of 1 goes on]")
+    ranks.wait_stopped(0)
+    ranks.attach("0", lines="c\n")
+    assert ranks.ended()[0].out == "0\n1\n2\n"
+
+
+def test_an_interrupted_wait_is_the_programs(job):
+    """Ctrl-C while a rank that went on waits for another one is a KeyboardInterrupt of its own."""
+    ranks = job(2, "rt.breakpoint(rank=(0, 1))\npass\n")
+    ranks.wait_stopped(0, 1)
+    ranks.attach("0", lines="c\n")
+    time.sleep(1)
+    ranks.processes[0].send_signal(signal.SIGINT)
+    ranks.processes[0].wait(20)
+    assert "KeyboardInterrupt" in ranks.output(0, "err")
+    assert "OSError" not in ranks.output(0, "err")
+
+
+def test_a_rank_that_cannot_listen_holds_nobody(job):
+    """What fails in the rank that is to stop fails before it says that it stops."""
+    body = (
+        "if rt.rank == 1:\n    os.mkdir(debug.own_name(None, None, None).socket)\n"
+        "rt.breakpoint(rank=1)\n"
+    )
+    ranks = job(2, "from distctx import debug\n" + body, timeout=3)
+    waited, failed = ranks.ended(within=30)
+    assert failed.status == 1
+    assert waited.status == 1
+    assert "waited in breakpoint() for rank 1 of 2" in waited.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -304,14 +377,19 @@ def test_what_the_dead_left_is_swept(folder):
     """A name whose process has ended, or whose number has passed on, is taken away."""
     with DistributedRuntime():
         (mine,) = debug.ranks_here(folder)
-        for pid, began in ((2**22 + 1, "1"), (os.getpid(), "1")):
+        long_ago = mine.began.partition(" ")[0] + " 1"
+        for pid, began in ((2**22 + 1, long_ago), (os.getpid(), long_ago)):
             dead = mine._replace(path=folder / f"{pid}x.rank", pid=pid, began=began)
             dead.path.write_text(json.dumps(dead[1:]) + "\n")
             dead.stop_at(debug.Stopped("a.py", 1, "f"))
-        (folder / "bad.rank").write_text("{")
+        elsewhere = mine._replace(path=folder / "elsewhere.rank", began="pid:[1] 1")
+        elsewhere.path.write_text(json.dumps(elsewhere[1:]))  # of another container
+        for number, text in enumerate(("{", "{}", "[1]", "")):
+            (folder / f"bad{number}.rank").write_text(text)
         assert debug.ranks_here(folder) == [mine]
         assert {path.suffix for path in folder.iterdir()} == {".rank"}
         assert not (folder / f"{os.getpid()}x.rank").exists()
+        assert elsewhere.path.exists()
 
 
 def test_a_child_is_no_rank(folder):
