@@ -96,7 +96,7 @@ class _Stop:
         self.here = debug.own_name(world.environment, layout, world.undo)
         if _has_terminal():
             self.wire = None
-        elif _wire is not None and _wire.is_open:
+        elif _wire is not None and _wire.is_open and _wire.path == self.here.socket:
             self.wire = _wire
         else:
             self.wire = _wire = Wire(self.here.socket)

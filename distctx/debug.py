@@ -119,7 +119,9 @@ class RankHere(NamedTuple):
         return self.path.with_suffix(".stopped")
 
     def stop_at(self, place: Stopped) -> None:
-        """Say where it is stopped."""
+        """Say where it is stopped, as long as it has a name."""
+        if not self.path.exists():
+            return
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(place))
         new.replace(self._stopped)
@@ -218,7 +220,7 @@ class _Door:
             faulthandler.unregister(ASKS_FOR_STACKS)
             os.close(self.file)
             with contextlib.suppress(OSError):
-                self.here.path.unlink(missing_ok=True)
+                self.here.forget()
 
 
 _open: _Door | None = None

@@ -68,7 +68,7 @@ class Wire:
 
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-        self._path = path
+        self.path = path
         self._door = socket.socket(socket.AF_UNIX)
         try:
             self._door.bind(str(path))
@@ -110,8 +110,8 @@ class Wire:
     def readline(self, limit: int = -1) -> str:
         """The next line that a person types, whoever it is, whenever that is."""
         while True:
-            if self._terminal is None and not self._accept():
-                return "q\n"
+            if self._terminal is None and (instead := self._accept()):
+                return instead
             if (line := self._ask()) is not None:
                 self._said, self._sent = "", 0
                 return line + "\n"
@@ -124,21 +124,24 @@ class Wire:
             self._terminal.send(end=why)
             self._hang_up()
         self._door.close()
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     @property
     def is_open(self) -> bool:
         """Whether it can be read from."""
         return self._door.fileno() >= 0
 
-    def _accept(self) -> bool:
-        """Wait for a terminal; False where all is over before one comes."""
+    def _accept(self) -> str:
+        """Wait for a terminal. What to do without one, where all is over, or where none can come
+        any more since the runtime was closed; else empty."""
         while not select.select([self._door], [], [], _LOOK)[0]:
             if self.is_over():
-                return False
+                return "q\n"
+            if not self.path.exists():
+                return "c\n"
         connection, _ = self._door.accept()
         self._terminal, self._sent = Lines(connection), 0
-        return True
+        return ""
 
     def _ask(self) -> str | None:
         """A line from the terminal that is attached; None where it has gone."""

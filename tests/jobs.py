@@ -57,10 +57,12 @@ class Terminal:
 class Job:
     """Some ranks of one program, each with its output in files."""
 
-    def __init__(self, folder: Path, ranks: int, body: str, timeout: float) -> None:
+    def __init__(self, folder: Path, ranks: int, body: str, timeout: float, after: str) -> None:
         self.folder, self.names = folder, folder / "n"
         self.script = folder / "body.py"
-        self.script.write_text(HEAD + "".join(f"    {line}\n" for line in body.splitlines()))
+        self.script.write_text(
+            HEAD + "".join(f"    {line}\n" for line in body.splitlines()) + after
+        )
         self.environ = clean_environment({"DISTCTX_DIR": str(self.names)})
         self.processes = [self._start(rank, ranks, timeout) for rank in range(ranks)]
 
@@ -156,14 +158,14 @@ class Job:
 
 @pytest.fixture
 def job() -> Iterator[Callable[..., Job]]:
-    """Start ranks of a program whose body runs in an open runtime ``rt``."""
+    """Start ranks of a program whose body runs in an open runtime ``rt``, and what comes after."""
     made: list[Job] = []
     with tempfile.TemporaryDirectory(prefix="dx-") as folder:  # a short path, as a socket needs
 
-        def start(ranks: int, body: str, timeout: float = 30) -> Job:
+        def start(ranks: int, body: str, timeout: float = 30, after: str = "") -> Job:
             path = Path(folder) / str(len(made))
             path.mkdir()
-            made.append(Job(path, ranks, body, timeout))
+            made.append(Job(path, ranks, body, timeout, after))
             return made[-1]
 
         try:

@@ -138,6 +138,24 @@ def test_one_terminal_serves_stop_after_stop(job):
     assert ranks.ended()[0].out == "0\n1\n2\n"
 
 
+def test_nobody_is_awaited_who_cannot_come(job):
+    """A breakpoint of pdb's own that is met after the runtime was closed, where no terminal is
+    attached any more, holds nothing; and nothing is left in the folder."""
+    ranks = job(1, "rt.breakpoint()\npass\n", after="time.sleep(3)\nprint('after', flush=True)\n")
+    ranks.wait_stopped(0)
+    line = ranks.line_of("print('after'")
+    with ranks.attached("0") as terminal:
+        assert terminal.until("(rank 0 of 1) ")
+        terminal.process.stdin.write(f"b {line}\nc\n")
+        terminal.process.stdin.flush()
+        assert terminal.until("Breakpoint 1")
+        time.sleep(0.5)
+        terminal.process.kill()
+    (ended,) = ranks.ended(within=30)
+    assert (ended.status, ended.out) == (0, "after\n")
+    assert list(ranks.names.iterdir()) == []
+
+
 def test_an_interrupted_wait_is_the_programs(job):
     """Ctrl-C while a rank that went on waits for another one is a KeyboardInterrupt of its own."""
     ranks = job(2, "rt.breakpoint(rank=(0, 1))\npass\n")
