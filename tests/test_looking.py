@@ -50,7 +50,6 @@ def with_rlcompleter(rt: Any) -> None:
 
 def with_ipython(rt: Any) -> None:
     """TAB in IPython and in a notebook."""
-    need("IPython")
     from IPython.core.interactiveshell import InteractiveShell
 
     shell = InteractiveShell.instance(user_ns={"rt": rt})
@@ -97,6 +96,8 @@ LOOKS = [
 def test_looking_on_one_rank(distributed_runtime: Any, look: Callable[[Any], None]) -> None:
     """No group is made and nobody is met: a collective of all four works afterwards, and so does
     the first touch of the mesh."""
+    if look is with_ipython:
+        need("IPython")  # on every rank alike
     rt = distributed_runtime
     before = _torch.number_of_groups()
     if rt.rank == 2:
@@ -114,6 +115,8 @@ def test_looking_on_one_rank(distributed_runtime: Any, look: Callable[[Any], Non
 @pytest.mark.distributed(2, mesh_shape=(1, 2), mesh_dim_names=("dp", "tp"), guards=False)
 def test_looking_with_a_mesh(distributed_runtime: Any, look: Callable[[Any], None]) -> None:
     """Nor where the mesh is there."""
+    if look is with_ipython:
+        need("IPython")
     rt = distributed_runtime
     mesh, groups = rt.mesh, _torch.number_of_groups()
     if rt.rank == 1:
