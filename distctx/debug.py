@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import logging
 import os
@@ -198,6 +199,9 @@ def when_begun(pid: int) -> str:
     return "" if state == "Z" else f"{_namespace()} {fields[18]}"
 
 
+_own_beginning = functools.cache(when_begun)  # by pid, so that a fork asks anew
+
+
 @attrs.define(eq=False)
 class _Door:
     here: RankHere
@@ -247,7 +251,7 @@ def _name_of_this(environment: LaunchEnvironment, layout: MeshLayout | None) -> 
     return RankHere(
         path=path / f"{pid}.rank",
         pid=pid,
-        began=when_begun(pid),
+        began=_own_beginning(pid),
         rank=rank,
         world_size=environment.world_size,
         where="" if layout is None else layout.name_of(layout.coordinate(rank)),
