@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from distctx.debug import RankHere, folder, ranks_here, require_private
+from distctx.debug import RankHere, Stopped, folder, ranks_here, require_private
 from distctx.debugger import Lines
 from distctx.display import table
-from distctx.traces import is_torch, process_state, stand
+from distctx.traces import is_torch, process_state, shown, stand
 
 __all__ = ["attach", "stacks"]
 
@@ -39,13 +39,12 @@ def _look(where: str | None) -> list[RankHere]:
     return ranks_here(path)
 
 
-def _short(path: str) -> str:
-    inside = os.path.relpath(path)
-    return path if inside.startswith("..") else inside
-
-
-def _place(rank: RankHere) -> str:
+def _coordinate(rank: RankHere) -> str:
     return f" at {rank.where}" if rank.where else ""
+
+
+def _at(place: Stopped) -> str:
+    return f"{shown(place.file)}:{place.line} in {place.function}"
 
 
 # attach
@@ -62,13 +61,16 @@ def attach(where: str | None, rank: int | None, pid: int | None) -> int:
     Returns:
         The exit status.
     """
-    stopped = [one for one in _look(where) if one.stopped is not None]
+    stopped = [(one, place) for one in _look(where) if (place := one.stopped) is not None]
     if rank is None and pid is None:
         return _list(stopped)
-    found = [one for one in stopped if one.rank == (one.rank if rank is None else rank)]
-    found = [one for one in found if one.pid == (one.pid if pid is None else pid)]
+    found = [
+        (one, place)
+        for one, place in stopped
+        if rank in (None, one.rank) and pid in (None, one.pid)
+    ]
     if len(found) == 1:
-        return _speak(found[0])
+        return _speak(*found[0])
     asked = f"rank {rank}" if pid is None else f"pid {pid}"
     if found:
         print(f"Several jobs have {asked} stopped; say which with --pid:", file=sys.stderr)
@@ -79,20 +81,19 @@ def attach(where: str | None, rank: int | None, pid: int | None) -> int:
     return 1
 
 
-def _list(stopped: Sequence[RankHere]) -> int:
+def _list(stopped: Sequence[tuple[RankHere, Stopped]]) -> int:
     if not stopped:
         print("No rank of yours is stopped on this machine.")
         return 0
     rows = []
-    for one in stopped:
-        path, line, function = one.stopped or ("", 0, "")
-        rank = f"{one.rank}/{one.world_size}{_place(one)}"
-        rows.append((rank, str(one.pid), f"{_short(path)}:{line} in {function}", one.job))
+    for one, place in stopped:
+        rank = f"{one.rank}/{one.world_size}{_coordinate(one)}"
+        rows.append((rank, str(one.pid), _at(place), one.job))
     print(table(rows, ("rank", "pid", "stopped at", "job")))
     return 0
 
 
-def _speak(rank: RankHere) -> int:
+def _speak(rank: RankHere, place: Stopped) -> int:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_PROMPT)
     try:
@@ -106,17 +107,16 @@ def _speak(rank: RankHere) -> int:
         return 1
     with contextlib.closing(Lines(connection)) as wire:
         try:
-            return _converse(wire, rank)
+            return _converse(wire, rank, place)
         except TimeoutError:
             print(f"rank {rank.rank} does not come to its prompt", file=sys.stderr)
             return 1
 
 
-def _converse(wire: Lines, rank: RankHere) -> int:
+def _converse(wire: Lines, rank: RankHere, place: Stopped) -> int:
     """Until the rank hangs up, or the person does."""
-    path, line, function = rank.stopped or ("", 0, "")
-    at = f"{_short(path)}:{line} in {function}"
-    print(f"[rank {rank.rank} of {rank.world_size}{_place(rank)}, pid {rank.pid}, at {at}]")
+    who = f"rank {rank.rank} of {rank.world_size}{_coordinate(rank)}"
+    print(f"[{who}, pid {rank.pid}, at {_at(place)}]")
     _edit_lines(wire)
     with _interrupts_go_to(rank):
         while (message := wire.receive()) is not None:
@@ -229,7 +229,7 @@ def _ask(ranks: Sequence[RankHere]) -> dict[int, str]:
 
 def _of_job(job: str, ranks: Sequence[RankHere], answers: dict[int, str]) -> Iterator[str]:
     """First where everybody stands, then each stack once."""
-    program = _short(ranks[0].program)
+    program = shown(ranks[0].program)
     plural = "s" if len(ranks) > 1 else ""
     yield f"{program}, job {job}: {len(ranks)} of {ranks[0].world_size} rank{plural} here"
     by_place: dict[str, list[RankHere]] = {}
@@ -252,13 +252,13 @@ def _stands_at(rank: RankHere, text: str) -> str:
         return f"does not answer; its state is {process_state(rank.pid) or 'ended'}"
     if (stopped := rank.stopped) is not None:
         path, line, _ = stopped
-        return f"{_short(path)}:{line} stopped in the debugger"
+        return f"{shown(path)}:{line} stopped in the debugger"
     frame, inner = stand(text)
     called = [one.name for one in inner if is_torch(one.path) and one.name not in _WRAPPERS]
     what = f" {called[-1]}" if called else ""
     if frame is None:
         return f"outside any program{what}"
-    return f"{_short(frame.path)}:{frame.line}{what}"
+    return f"{shown(frame.path)}:{frame.line}{what}"
 
 
 #: What torch puts around its calls.

@@ -21,7 +21,7 @@ from distctx.exceptions import LayoutError, RemoteRankError, RendezvousTimeoutEr
 from distctx.layout import MeshLayout, as_int
 from distctx.reports import list_ranks
 from distctx.stores import Store, backoff, peek, run_bounded
-from distctx.sync import next_turn, store_must_answer
+from distctx.sync import next_turn, show_life, store_must_answer
 
 if TYPE_CHECKING:
     from distctx.debugger import Wire
@@ -53,6 +53,7 @@ def selects(
         ranks = wanted if isinstance(wanted, Sequence) else (wanted,)
         for one in ranks:
             layout.coordinate(one)
+    meant = ranks is None or rank in ranks
     coordinate = layout.coordinate(rank)
     for name, given in dims.items():
         index, dim = as_int(given, name), layout.dim(name)
@@ -60,15 +61,13 @@ def selects(
             raise LayoutError(
                 f"{name}={index} is out of range; it goes from 0 to {layout.shape[dim] - 1}."
             )
-    meant = ranks is None or rank in ranks
-    meant = meant and all(coordinate[layout.dim(name)] == index for name, index in dims.items())
+        meant = meant and coordinate[dim] == index
     return meant and (when is None or bool(when))
 
 
 def stop(world: World, layout: MeshLayout, meant: bool, frame: FrameType) -> None:
     """All ranks come here; those who are meant stop in ``frame``, the others wait in the store."""
-    alone = world.world_size == 1 or world.backend == "fake"
-    others = None if alone else _Others(world, next_turn(world, "breakpoint()"))
+    others = None if world.is_alone else _Others(world, next_turn(world, "breakpoint()"))
     # What can fail in this rank alone comes before it says that it stops.
     stopped = _Stop(world, layout, others, frame) if meant else None
     if others is not None:
@@ -198,17 +197,12 @@ class _Others:
         if card is not None:
             self.number = self._ask(lambda: self.turn.add("stopped", 1))
             self._ask(lambda: self.turn.set(f"stopped/{self.number}", card))
-            threading.Thread(target=self._beat, name="distctx-breakpoint", daemon=True).start()
+            show_life(self.turn, f"beat/{self.number}", _BEAT, self.released)
         self._ask(lambda: self.turn.add("arrived", 1))
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         with store_must_answer(self.world, "breakpoint()"):
             return run_bounded(request, self.world.timeout.total_seconds())
-
-    def _beat(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone, and those who listen
-            while not self.released.wait(_BEAT):
-                self.turn.add(f"beat/{self.number}", 1)
 
     def release(self) -> None:
         """This rank is stopped no longer."""

@@ -62,7 +62,11 @@ announce: Callable[[str], None] = _print
 
 def folder() -> Path:
     """Where the ranks of this user leave their names: ``DISTCTX_DIR``, or a folder in /tmp."""
-    return Path(os.environ.get("DISTCTX_DIR") or f"/tmp/distctx-{os.getuid()}").absolute()
+    return Path(os.environ.get("DISTCTX_DIR") or _usual_folder()).absolute()
+
+
+def _usual_folder() -> Path:
+    return Path(f"/tmp/distctx-{os.getuid()}")
 
 
 def require_private(path: Path) -> None:
@@ -262,29 +266,8 @@ def _name_of_this(environment: LaunchEnvironment, layout: MeshLayout | None) -> 
     )
 
 
-@contextlib.contextmanager
-def door(environment: LaunchEnvironment, layout: MeshLayout | None) -> Iterator[None]:
-    """While this lasts, another terminal finds this rank. Talks to nobody.
-
-    Costs a small file and a handler for one signal. Where the folder cannot be had, a world opens
-    without, and that is logged.
-    """
-    global _open
-    opened = None
-    if _open is None and hasattr(faulthandler, "register"):  # not on Windows
-        try:
-            opened = _open = _Door(_name_of_this(environment, layout))
-        except (OSError, RuntimeStateError) as error:
-            log.warning("no other terminal can look at this rank: %s", error)
-    try:
-        yield
-    finally:
-        if opened is not None:
-            opened.close()
-
-
 def own_name(
-    environment: LaunchEnvironment, layout: MeshLayout, undo: contextlib.ExitStack
+    environment: LaunchEnvironment, layout: MeshLayout | None, undo: contextlib.ExitStack
 ) -> RankHere:
     """As what this process is known; from now on, until ``undo``, where it was not.
 
@@ -297,15 +280,31 @@ def own_name(
             _open = _Door(_name_of_this(environment, layout))
         except OSError as error:
             raise RuntimeStateError(
-                f"A breakpoint needs a folder of this user alone, and {folder()} cannot be one: "
-                f"{error}. DISTCTX_DIR says another one."
+                f"{folder()} cannot be the folder in which ranks leave their names: {error}. "
+                "DISTCTX_DIR says another one."
             ) from error
         undo.callback(_open.close)
     return _open.here
 
 
+@contextlib.contextmanager
+def door(environment: LaunchEnvironment, layout: MeshLayout | None) -> Iterator[None]:
+    """While this lasts, another terminal finds this rank. Talks to nobody.
+
+    Costs a small file and a handler for one signal. Where the folder cannot be had, a world opens
+    without, and that is logged.
+    """
+    with contextlib.ExitStack() as undo:
+        if hasattr(faulthandler, "register"):  # not on Windows
+            try:
+                own_name(environment, layout, undo)
+            except RuntimeStateError as error:
+                log.warning("no other terminal can look at this rank: %s", error)
+        yield
+
+
 def attach_command(here: RankHere) -> str:
     """What to type in another terminal of this host."""
-    default = here.path.parent == Path(f"/tmp/distctx-{os.getuid()}")
-    where = "" if default else f"{shlex.quote(str(here.path.parent))} "
+    path = here.path.parent
+    where = "" if path == _usual_folder() else f"{shlex.quote(str(path))} "
     return f"python -m distctx attach {where}{here.rank}"

@@ -39,11 +39,15 @@ class Lines:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """The next one, waited for; None where the other side has gone."""
+        """The next one, waited for; None where the other side has gone.
+
+        Raises:
+            TimeoutError: the socket has a bound, and it is over.
+        """
         while b"\n" not in self._unread:
             try:
                 data = self.socket.recv(65536)
-            except OSError:
+            except ConnectionError:
                 data = b""
             if not data:
                 return None

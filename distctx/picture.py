@@ -240,12 +240,12 @@ class Picture:
         parts = [f"<div>{code(heading)}</div>"] if heading else []
         parts.append(f"<div>{escape(self.title)}</div>")
         parts.append('<div style="display:flex;flex-wrap:wrap;gap:2px 18px;align-items:end">')
-        for index, block in enumerate(self.blocks):
+        head = self._html_line(self.head)
+        for block in self.blocks:
             if block is None:
                 parts.append(f"<div>{_DOTS}</div>")
                 continue
             rows = [self._html_line(line) for line in block.lines]
-            head = self._html_line(self.head) if index == 0 or len(self.blocks) > 1 else ""
             name = f"<div>{escape(block.name)}</div>" if block.name else ""
             parts.append(f'<div>{name}<table style="{_GRID}">{head}{"".join(rows)}</table></div>')
         parts.append("</div>")

@@ -26,7 +26,7 @@ from distctx.stores import PrefixStore, Store, backoff, peek, run_bounded, wait_
 if TYPE_CHECKING:
     from distctx.world import World
 
-__all__ = ["barrier", "first", "next_turn", "store_must_answer"]
+__all__ = ["barrier", "first", "next_turn", "show_life", "store_must_answer"]
 
 #: Seconds between two signs of life from the rank that goes first, at the most; of a group's
 #: timeout, a quarter.
@@ -76,6 +76,19 @@ def next_turn(world: World, what: str) -> Store:
     return PrefixStore(f"{what}/{counts[what]}", world.store)
 
 
+def show_life(turn: Store, key: str, pause: float, done: threading.Event) -> threading.Thread:
+    """Count on every ``pause`` seconds, for those who wait for this rank, until it is done."""
+
+    def beat() -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone, and those who listen
+            while not done.wait(pause):
+                turn.add(key, 1)
+
+    thread = threading.Thread(target=beat, name="distctx-beat", daemon=True)
+    thread.start()
+    return thread
+
+
 @contextlib.contextmanager
 def store_must_answer(world: World, doing: str) -> Iterator[None]:
     """A wait in the store, whose loss is an error that says for what this rank waited.
@@ -108,7 +121,7 @@ def first(world: World, local: bool) -> Iterator[None]:
     Nothing here is a collective, so a long body trips no timeout of the group. The others wait as
     long as the first shows signs of life; ``world.timeout`` without one is an error.
     """
-    if world.world_size == 1 or world.backend == "fake":
+    if world.is_alone:
         yield
         return
     environment = world.environment
@@ -132,17 +145,11 @@ def _leading(turn: Store, world: World, followers: int) -> Iterator[None]:
     done = threading.Event()
     pause = min(_BEAT, world.timeout.total_seconds() / 4)
 
-    def beat() -> None:
-        with contextlib.suppress(RuntimeError):
-            while not done.wait(pause):
-                turn.add("beat", 1)
-
     def end(text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store has gone, and those who read it
             turn.set("end", f"{world.rank}\n{text}")
 
-    thread = threading.Thread(target=beat, name="distctx-main-first", daemon=True)
-    thread.start()
+    thread = show_life(turn, "beat", pause, done)
     try:
         yield
     except BaseException as error:

@@ -19,6 +19,7 @@ __all__ = [
     "is_pytest",
     "is_torch",
     "process_state",
+    "shown",
     "stand",
 ]
 
@@ -62,6 +63,12 @@ def stand(stacks: str) -> Stand:
         if not is_foreign(frame.path):
             return Stand(frame, tuple(frames[:depth]))
     return Stand(None, tuple(frames))
+
+
+def shown(path: str, folder: str | Path | None = None) -> str:
+    """A path as people read it: from ``folder`` (None: the current one) where it is inside."""
+    inside = os.path.relpath(path, folder)
+    return path if inside.startswith("..") else inside
 
 
 @functools.cache

@@ -70,6 +70,11 @@ class World:
         """Whether this is still the default group: its owner may have destroyed it meanwhile."""
         return dist.is_initialized() and dist.group.WORLD is self.group
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank to wait for: a world of 1, or a simulated one."""
+        return self.world_size == 1 or self.backend == "fake"
+
     def require_alive(self) -> None:
         """Refuse to go on where somebody destroyed the group."""
         if not self.is_alive:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import pytest
 
 from distctx import DistributedRuntime, LayoutError, MeshLayout, RuntimeStateError, debug
 from distctx.breakpoints import selects
+from distctx.debugger import Lines
 
 STOPPED = """
 total = torch.tensor([rt.rank + 10])
@@ -319,6 +321,17 @@ def test_nobody_here_is_said(tmp_path):
         )  # fmt: skip
         assert (done.returncode, done.stdout.startswith(says)) == (status, True)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_rank_that_does_not_answer_is_no_end_of_it():
+    """A terminal that waits in vain is told so, apart from a rank that has gone."""
+    here, there = socket.socketpair()
+    with contextlib.closing(Lines(here)) as wire, there:
+        here.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            wire.receive()
+        there.close()
+        assert wire.receive() is None
 
 
 # The door, in this process.

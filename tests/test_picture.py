@@ -46,12 +46,6 @@ class Reader(HTMLParser):
         self.words += data.split()
 
 
-def words(text: str) -> set[str]:
-    """The words of a picture, but for labels, which stand once in text and at each block in
-    HTML."""
-    return set(text.split())
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mark", ["dp", "tp"])
 def test_the_html_holds_what_the_text_holds(shape, mark):
@@ -59,7 +53,7 @@ def test_the_html_holds_what_the_text_holds(shape, mark):
     layout = MeshLayout(shape, SHAPES[shape])
     picture = draw(layout, layout.world_size // 3, (mark,))
     html = Reader(picture.html())
-    assert set(html.words) == words(str(picture))
+    assert set(html.words) == set(str(picture).split())
     assert html.tags == {"div", "table", "tr", "th", "td"}
     assert html.attributes == {"style"}
     assert len(picture.html()) < 60_000

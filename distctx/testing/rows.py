@@ -14,7 +14,7 @@ import attrs
 
 from distctx.reports import list_ranks
 from distctx.testing.watch import Story
-from distctx.traces import frames_of, is_foreign, is_pytest, is_torch, stand
+from distctx.traces import frames_of, is_foreign, is_pytest, is_torch, shown, stand
 
 __all__ = ["Row", "in_order_of_guilt", "rows_of", "table"]
 
@@ -269,11 +269,7 @@ class _Reader:
             if not is_foreign(os.path.join(self.folder, place["path"])):
                 return f"{place['path']}:{place['lineno']}"
         crash = longrepr["reprcrash"]
-        return f"{self._short(crash['path'])}:{crash['lineno']}" if crash else ""
-
-    def _short(self, path: str) -> str:
-        inside = os.path.relpath(path, self.folder)
-        return path if inside.startswith("..") else inside
+        return f"{shown(crash['path'], self.folder)}:{crash['lineno']}" if crash else ""
 
     def _stood(self, stacks: str) -> tuple[str, bool]:
         """The main thread's last line outside torch, and whether it stood there itself."""
@@ -281,7 +277,9 @@ class _Reader:
         if frame is None:
             return "", not inner
         line = linecache.getline(frame.path, frame.line).strip()
-        where = f"{self._short(frame.path)}:{frame.line} in {frame.name}: {line}".rstrip(": ")
+        where = f"{shown(frame.path, self.folder)}:{frame.line} in {frame.name}: {line}".rstrip(
+            ": "
+        )
         return where, not any(is_torch(each.path) for each in inner)
 
 
