@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from distctx import debug
+from distctx.arguments import as_int
 from distctx.exceptions import LayoutError, RemoteRankError, RendezvousTimeoutError
-from distctx.layout import MeshLayout, as_int
+from distctx.layout import MeshLayout
 from distctx.reports import list_ranks
 from distctx.stores import Store, backoff, peek, run_bounded
 from distctx.sync import next_turn, show_life, store_must_answer

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import attrs
 
+from distctx.arguments import as_int
 from distctx.exceptions import LaunchEnvironmentError
 from distctx.launchers import (
     LAUNCHERS,
@@ -29,7 +30,6 @@ from distctx.launchers import (
     misfits,
     read_layer,
 )
-from distctx.layout import as_int
 
 __all__ = ["LaunchEnvironment", "is_env"]
 

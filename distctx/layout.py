@@ -8,13 +8,20 @@ outermost first, out of ``pp, dp_replicate, dp_shard, cp, tp``.
 from __future__ import annotations
 
 import math
-import operator
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import attrs
 
+from distctx.arguments import (
+    as_int,
+    as_names,
+    as_shape,
+    default_dim_names,
+    divisors,
+    is_sequence,
+)
 from distctx.exceptions import LayoutError
 
 __all__ = [
@@ -59,73 +66,6 @@ class Partition(NamedTuple):
         return {"num_replicas": self.num_partitions, "rank": self.partition_index}
 
 
-def as_int(value: Any, what: str, error: type[Exception] = LayoutError) -> int:
-    """``value`` as an int; a bool, a float or a string is an ``error`` that names ``what``."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise error(f"{what} must be an int, got {value!r} ({type(value).__name__}).")
-
-
-def _is_sequence(value: Any) -> bool:
-    """Whether ``value`` has an order: a list, a tuple, a torch.Size; not a str, a set or a dict."""
-    return hasattr(value, "__getitem__") and not isinstance(value, (str, bytes, Mapping))
-
-
-def _as_shape(shape: Any) -> tuple[int, ...]:
-    if not _is_sequence(shape):
-        raise LayoutError(f"mesh_shape must be a sequence of ints such as (-1, 2), got {shape!r}.")
-    shape = tuple(shape)
-    sizes = tuple(as_int(size, f"each size in mesh_shape={shape!r}") for size in shape)
-    if not sizes:
-        raise LayoutError("mesh_shape=() has no dims; pass at least one size, such as (-1,).")
-    if bad := [size for size in sizes if size < 1 and size != -1]:
-        raise LayoutError(
-            f"mesh_shape={sizes} holds {bad[0]}; every size must be at least 1, or -1 once for "
-            "what is left of the world size."
-        )
-    if sizes.count(-1) > 1:
-        raise LayoutError(
-            f"mesh_shape={sizes} holds -1 {sizes.count(-1)} times; only one size can be left open."
-        )
-    return sizes
-
-
-def _divisors(number: int, most: int = 4096) -> str:
-    """The divisors of a number, as far as they are cheap to find, for an error."""
-    small = [d for d in range(1, min(math.isqrt(number), most) + 1) if number % d == 0]
-    known = sorted({*small, *(number // d for d in small)})
-    shown = known if len(known) <= 18 else [*known[:16], "…", known[-1]]
-    return ", ".join(map(str, shown)) + ("" if math.isqrt(number) <= most else ", and maybe others")
-
-
-def default_dim_names(ndim: int) -> tuple[str, ...]:
-    """``("dp",)`` for one dim, ``("dim_0", "dim_1", …)`` for more."""
-    return ("dp",) if ndim == 1 else tuple(f"dim_{i}" for i in range(ndim))
-
-
-def _as_names(given: Any) -> tuple[str, ...]:
-    if not _is_sequence(given):
-        raise LayoutError(
-            f"mesh_dim_names must be a sequence of names such as ('dp', 'tp'), got {given!r}."
-        )
-    names: tuple[str, ...] = tuple(given)
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise LayoutError(
-                f"mesh_dim_names={names!r}: each name must be a str that is not empty, got "
-                f"{name!r}."
-            )
-        if names.count(name) > 1:
-            raise LayoutError(
-                f"mesh_dim_names={names!r} holds {name!r} {names.count(name)} times; names must "
-                "differ."
-            )
-    return names
-
-
 @attrs.frozen(init=False, repr=False)
 class MeshLayout:
     """A mesh shape with a name for each dim, and the arithmetic of who sits where in it.
@@ -157,8 +97,8 @@ class MeshLayout:
     dim_names: tuple[str, ...]
 
     def __init__(self, shape: Sequence[int], dim_names: Sequence[str] | None = None) -> None:
-        sizes = _as_shape(shape)
-        names = default_dim_names(len(sizes)) if dim_names is None else _as_names(dim_names)
+        sizes = as_shape(shape)
+        names = default_dim_names(len(sizes)) if dim_names is None else as_names(dim_names)
         if len(names) != len(sizes):
             raise LayoutError(
                 f"mesh_dim_names={names} has {len(names)} names, but mesh_shape={sizes} has "
@@ -243,7 +183,7 @@ class MeshLayout:
                 )
             return self
         if world_size % known:
-            choices = _divisors(world_size)
+            choices = divisors(world_size)
             raise LayoutError(
                 f"mesh_shape={self.shape} needs a world size that {known} divides, but "
                 f"world_size={world_size}; the sizes beside -1 must multiply to one of: {choices}."
@@ -324,7 +264,7 @@ class MeshLayout:
     def rank(self, coordinate: Sequence[int]) -> int:
         """The rank that sits at ``coordinate``; the inverse of ``coordinate``."""
         self._require_resolved()
-        if not _is_sequence(coordinate) or len(coordinate) != self.ndim:
+        if not is_sequence(coordinate) or len(coordinate) != self.ndim:
             raise LayoutError(
                 f"coordinate={coordinate!r} must hold one index for each of the {self.ndim} dims."
             )

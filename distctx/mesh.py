@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from distctx._torch import fake_store, flattened_group
+from distctx.arguments import as_int
 from distctx.environment import LaunchEnvironment, is_env
 from distctx.exceptions import DistctxError, LayoutError, RuntimeStateError
-from distctx.layout import Dim, MeshLayout, Partition, as_int
+from distctx.layout import Dim, MeshLayout, Partition
 from distctx.stores import HashStore
 
 try:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from distctx.arguments import default_dim_names
 from distctx.exceptions import LayoutError
 from distctx.layout import (
     DATA_PARALLEL_DIMS,
@@ -14,7 +15,6 @@ from distctx.layout import (
     Dim,
     MeshLayout,
     Partition,
-    default_dim_names,
 )
 
 __all__ = ["Parallelism", "Place"]
