@@ -54,9 +54,15 @@ class Meeting(NamedTuple):
             if first
             else "Mostly another rank has ended or hangs since they met; look there."
         )
+        here = str(error).splitlines()[0]
+        if "[127." in here + why:
+            why += (
+                " They connected over loopback, which gloo takes where a host's name resolves to "
+                "it: if they are on several hosts, set GLOO_SOCKET_IFNAME to the interface between "
+                "them."
+            )
         return RendezvousError(
-            f"All ranks met, but then {what} could not be made here: {str(error).splitlines()[0]} "
-            f"{why}"
+            f"All ranks met, but then {what} could not be made here: {here} {why}"
         )
 
     def _if_it_answers(self, request: Callable[[], T]) -> T | None:

@@ -112,7 +112,9 @@ class Hosts:
         _ip("-n", self.names[1], "link", "set", ENDS[1], "down")
         return time.monotonic()
 
-    def start(self, body: str, *, group: float = GROUP, meeting: float = MEETING) -> None:
+    def start(
+        self, body: str, *, group: float = GROUP, meeting: float = MEETING, interface: bool = True
+    ) -> None:
         """Start all ranks of a program whose body runs in an open runtime ``rt``."""
         script = self.folder / "body.py"
         lines = "\n".join(f"        {line}" for line in body.splitlines())
@@ -124,6 +126,8 @@ class Hosts:
                 "GROUP_RANK": host, "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29500,
                 "GLOO_SOCKET_IFNAME": ENDS[host], "DISTCTX_DIR": self.folder / f"n{host}",
             }  # fmt: skip
+            if not interface:
+                del environ["GLOO_SOCKET_IFNAME"]
             command = [sys.executable, script, self.folder, group, meeting]
             with (self.folder / f"{rank}.txt").open("w") as log:
                 process = subprocess.Popen(
@@ -220,6 +224,17 @@ def test_two_hosts(hosts: Hosts) -> None:
     assert [rank.told["local"] for rank in ranks] == [0, 1, 0, 1]
     assert [rank.told["dp"] for rank in ranks] == [2, 4, 2, 4]
     assert [rank.told["tp"] for rank in ranks] == [1, 1, 5, 5]
+
+
+def test_interface_is_not_said(hosts: Hosts) -> None:
+    """Where gloo connects over loopback, which no other host can reach, the error says which
+    variable to set, and no rank waits for longer than gloo does, five times the group's
+    timeout."""
+    hosts.start("pass", group=2, meeting=10, interface=False)
+    ranks = hosts.ended(60)
+    assert [rank.status for rank in ranks] == [1] * RANKS, hosts.logs()
+    assert {rank.told["error"] for rank in ranks} == {"RendezvousError"}
+    assert "GLOO_SOCKET_IFNAME" in "".join(rank.error for rank in ranks)
 
 
 def test_cut_in_a_collective(hosts: Hosts) -> None:
