@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -43,11 +43,16 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     )
 
 
+def lacks(what: str) -> NoReturn:
+    """Skip for want of something; where all must be there, fail."""
+    say = pytest.fail if "DISTCTX_TEST_ALL" in os.environ else pytest.skip
+    say(f"needs {what}")
+
+
 def need(module: str) -> None:
     """Skip without one of the extra ``dev``; where all of it must be there, fail."""
     if importlib.util.find_spec(module) is None:
-        say = pytest.fail if "DISTCTX_TEST_ALL" in os.environ else pytest.skip
-        say(f"needs {module}, of the extra dev")
+        lacks(f"{module}, of the extra dev")
 
 
 def run(

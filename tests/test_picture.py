@@ -16,6 +16,7 @@ import pytest
 
 from distctx import DistributedRuntime, LayoutError, MeshLayout
 from distctx.picture import draw
+from launch import lacks
 
 SHAPES = {
     (2, 4): ("dp", "tp"),
@@ -143,8 +144,7 @@ def test_a_browser_shows_it(tmp_path, page):
     """A headless browser lays out the grid: the words are readable on the page's own colour, the
     cells stand in columns, and the own rank is the one in bold."""
     if CHROMIUM is None:
-        say = pytest.fail if "DISTCTX_TEST_ALL" in os.environ else pytest.skip
-        say("needs a browser: chromium")
+        lacks("a browser: chromium")
     shown = "".join(
         draw(MeshLayout(shape, names), 5, ("tp",)).html() for shape, names in SHAPES.items()
     )

@@ -54,6 +54,8 @@ class Run(NamedTuple):
 
     def differs_from(self, other: Run) -> list[str]:
         """The names of what is not the same within rounding."""
+        if self.gradients.keys() != other.gradients.keys():
+            return [f"gradients of {sorted(self.gradients)}, not of {sorted(other.gradients)}"]
         wrong = [
             f"loss of step {step}: {mine:.8f}, not {theirs:.8f}"
             for step, (mine, theirs) in enumerate(zip(self.losses, other.losses, strict=True))
