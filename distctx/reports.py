@@ -1,8 +1,10 @@
-"""What a meeting that failed says. All ranks make it from one report, so that all read alike."""
+"""What ranks say of each other: of a meeting that failed, made from one report, so that all read
+alike; and whether an error speaks of another rank."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +15,40 @@ from distctx.exceptions import (
     RendezvousTimeoutError,
 )
 
-__all__ = ["DISAGREE", "GAVE_UP", "SHOWN", "TWICE", "failure", "list_ranks", "name_of"]
+__all__ = [
+    "DISAGREE",
+    "GAVE_UP",
+    "SHOWN",
+    "TWICE",
+    "blames_others",
+    "failure",
+    "list_ranks",
+    "name_of",
+]
 
 #: How a meeting can fail.
 GAVE_UP, DISAGREE, TWICE = "gave up", "disagree", "twice"
+
+#: What a rank says when another has gone, or has failed: of gloo, NCCL, torch's store, distctx.
+_OTHERS_FAULT = re.compile(
+    r"connection (?:was )?(?:likely )?(?:closed|reset)(?: by peer)?|broken pipe|connection refused"
+    r"|remote process exited|ncclRemoteError|pair closure|lost the store|"
+    r"errors while waiting for send/recv from rank|failed to pass monitoredBarrier"
+    r"|Monitored ?Barrier encountered error",
+    re.IGNORECASE,
+)
+#: Of which types that is.
+_OTHERS_ERRORS = frozenset(
+    {
+        "RuntimeError",
+        "DistError",
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "RendezvousError",
+        "RendezvousTimeoutError",
+    }
+)
 
 #: How many ranks an error lists before it only counts them.
 SHOWN = 32
@@ -77,6 +109,11 @@ def _disagreement(wants: list[tuple[dict[str, Any], list[int]]], purpose: str) -
         "Pass the same on every rank.",
         dict(sorted(values.items())),
     )
+
+
+def blames_others(kind: str, text: str) -> bool:
+    """Whether an error, by the name of its type and its text, says that another rank has gone."""
+    return kind in _OTHERS_ERRORS and _OTHERS_FAULT.search(text) is not None
 
 
 def name_of(card: Mapping[str, Any]) -> str:

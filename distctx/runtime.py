@@ -20,6 +20,7 @@ from distctx.settings import open_runtimes
 
 if TYPE_CHECKING:
     from distctx.display import Description
+    from distctx.leaving import Farewell
     from distctx.world import Hold, World
 
 __all__ = ["DistributedRuntime", "State"]
@@ -158,9 +159,14 @@ class DistributedRuntime(Opened):
         No barrier and no collective. Looks whether all ranks are through with building the group
         and the mesh, since one that still connects would be cut off, and waits for it, at most 2 s.
 
+        An error that leaves a ``with`` block, and ends the world, is told in the store first. Where
+        it came from another rank (a closed connection, a timeout), a note on it says which one
+        failed first, or which have not failed 2 s later; a process that serves the store stays
+        until those who ask have heard, at most 4 s.
+
         Args:
             abort: something failed, so peers may be stuck inside a collective: NCCL groups are
-                aborted, which does not wait for them, in place of destroyed. Looks at nobody.
+                aborted, which does not wait for them, in place of destroyed.
         """
         hold, self._hold = self._hold, None
         if hold is None:
@@ -188,10 +194,29 @@ class DistributedRuntime(Opened):
         note = f"[distctx] {self._known_place()} on {socket.gethostname()}, pid {os.getpid()}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+        farewell = self._farewell(error)
         try:
-            self.close(abort=True)
-        except Exception as failure:
-            error.add_note(f"[distctx] and closing failed: {type(failure).__name__}: {failure}")
+            if farewell is not None:
+                farewell.tell()
+        finally:
+            try:
+                self.close(abort=True)
+            except Exception as failure:
+                error.add_note(f"[distctx] and closing failed: {type(failure).__name__}: {failure}")
+        if farewell is not None and (said := farewell.ask()):
+            error.add_note(f"[distctx] {said}")
+
+    def _farewell(self, error: BaseException) -> Farewell | None:
+        """What to say and ask of an error that ends a world of several ranks."""
+        hold = self._hold
+        if hold is None or not hold.is_here or not hold.ends_the_world:
+            return None
+        world = hold.world
+        if world.store is None or world.is_alone:
+            return None
+        from distctx.leaving import Farewell
+
+        return Farewell(world, world.store, error)
 
     # For people.
 

@@ -140,7 +140,7 @@ class World:
         ends = hold.ends_the_world
         self._holds.remove(hold)
         unused = all(other.cache is not hold.cache for other in self._holds)
-        if not abort and (ends or unused):
+        if ends or unused:
             self._wait_for_others()
         if unused:
             self._caches = {k: one for k, one in self._caches.items() if one is not hold.cache}

@@ -83,6 +83,29 @@ def empty_lives() -> Any:
     return life
 
 
+def failing_life() -> Any:
+    """A life that fails as soon as it begins, while rank 0 still connects. Tells when rank 0 was
+    through, and when the others had left."""
+    init = dist.init_process_group
+
+    def slow_init(**arguments: Any) -> None:
+        init(**arguments)
+        time.sleep(0.5)
+
+    if RANK == 0:
+        dist.init_process_group = slow_init
+    try:
+        rt = DistributedRuntime(**BOUND).open()
+    finally:
+        dist.init_process_group = init
+    if RANK == 0:
+        through = time.monotonic()
+        rt.close(abort=True)
+        return through
+    rt.close(abort=True)
+    return time.monotonic()
+
+
 def uneven_lives() -> Any:
     """Ranks that lived a different number of worlds of their own before still meet."""
     for _ in range(RANK):

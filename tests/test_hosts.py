@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -238,16 +239,23 @@ def test_interface_is_not_said(hosts: Hosts) -> None:
 
 
 def test_cut_in_a_collective(hosts: Hosts) -> None:
-    """Ranks that sum over a cable that is cut all end with an error once the group's time is
-    over."""
+    """Ranks that sum over a cable that is cut all end with an error once the group's time is over.
+    It names the peers that cannot be reached: the ranks of the second host, or, there, the store
+    on the first."""
     hosts.start('dp = rt.group("dp")\ntotal(dp)\nready()\nwhile True:\n    total(dp)', meeting=30)
     hosts.wait_ready()
     cut = hosts.cut()
     ranks = hosts.ended(25)
     _all_fail(ranks, cut, GROUP + SLACK)
-    for number, rank in enumerate(ranks):  # gloo names no peer, and distctx only this rank
+    for number, rank in enumerate(ranks):
         assert "Timed out waiting 5000ms" in rank.error
         assert f"rank {number}/4 at" in rank.log
+    for rank in ranks[:LOCAL]:
+        assert re.search(
+            r"failed, rank 2 \(.*\), rank 3 \(.*\) had not: .*cannot be reached", rank.log
+        )
+    for rank in ranks[LOCAL:]:
+        assert f"The store at {ADDRESSES[0]}:29500 does not answer" in rank.log
 
 
 def test_cut_before_the_meeting(hosts: Hosts) -> None:

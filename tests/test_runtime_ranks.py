@@ -16,6 +16,7 @@ BODIES = (
     "everything",
     "lives",
     "empty_lives",
+    "failing_life",
     "uneven_lives",
     "local_ranks_are_found",
     "everything",
@@ -70,6 +71,12 @@ def test_life_after_life(results):
 def test_lives_that_end_as_they_begin(results, nproc):
     """A rank that leaves at once does not cut off peers that are still connecting."""
     assert value_of(results, "empty_lives") == [49] * nproc
+
+
+def test_all_ranks_fail_at_once(results):
+    """Who leaves with an error does not cut off a rank that still connects."""
+    through, *left = value_of(results, "failing_life")
+    assert all(moment > through for moment in left)
 
 
 def test_ranks_that_lived_differently_meet(results, nproc):

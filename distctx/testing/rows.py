@@ -12,32 +12,12 @@ from typing import Any
 
 import attrs
 
-from distctx.reports import list_ranks
+from distctx.reports import blames_others, list_ranks
 from distctx.testing.watch import Story
 from distctx.traces import frames_of, is_foreign, is_pytest, is_torch, shown, stand
 
 __all__ = ["Row", "in_order_of_guilt", "rows_of", "table"]
 
-#: What a rank says when another has gone, or has failed: of gloo, NCCL, torch's store, distctx.
-_OTHERS_FAULT = re.compile(
-    r"connection (?:was )?(?:likely )?(?:closed|reset)(?: by peer)?|broken pipe|connection refused"
-    r"|remote process exited|ncclRemoteError|pair closure|lost the store|"
-    r"errors while waiting for send/recv from rank|failed to pass monitoredBarrier"
-    r"|Monitored ?Barrier encountered error",
-    re.IGNORECASE,
-)
-#: Of which types that is.
-_OTHERS_ERRORS = frozenset(
-    {
-        "RuntimeError",
-        "DistError",
-        "DistBackendError",
-        "DistNetworkError",
-        "DistStoreError",
-        "RendezvousError",
-        "RendezvousTimeoutError",
-    }
-)
 #: What differs between ranks that failed alike.
 _PRIVATE = re.compile(r"\[?\d+(?:\.\d+){3}\]?:\d+|0x[0-9a-f]+|(?<=pid )\d+|rank-\d+", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
@@ -102,8 +82,7 @@ def rows_of(stories: Sequence[Story], folder: Path) -> list[Row]:
 def _blames_others(row: Row) -> bool:
     """Whether a failure speaks of another rank that has gone."""
     return row.what == "failed" and (
-        row.raised == "RemoteRankError"
-        or (row.raised in _OTHERS_ERRORS and _OTHERS_FAULT.search(row.text) is not None)
+        row.raised == "RemoteRankError" or blames_others(row.raised, row.text)
     )
 
 
