@@ -54,7 +54,8 @@ _HOME = {
     "resolve_tensor_parallel_group_size": "mesh",
 }
 
-__all__ = list(_HOME)
+# Type checkers have the imports above.
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

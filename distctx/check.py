@@ -43,7 +43,8 @@ def start(args: argparse.Namespace, arguments: list[str]) -> int:
     # What can be refused is refused here, once, before any rank starts.
     _refuse_fake(args)
     check_backend(args.backend or default_backend(None))
-    MeshLayout(*(args.mesh or ((-1,),))).resolve(args.nproc)
+    shape, names = args.mesh or ((-1,), None)
+    MeshLayout(shape, names).resolve(args.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(

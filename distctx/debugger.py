@@ -211,12 +211,12 @@ class Debugger(pdb.Pdb):
             self.prompt = f"({who}) "
             wire.complete = self.completions
 
-    def interaction(self, frame: FrameType | None, *rest: Any) -> None:
+    def interaction(self, frame: FrameType | None, *rest: Any, **named: Any) -> None:
         """Stop, and say where."""
         if frame is not None:
             self._moved(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         self._goes_on = False
-        super().interaction(frame, *rest)
+        super().interaction(frame, *rest, **named)
         if self._goes_on:  # here, since the command loop takes Ctrl-C for its own
             self._leave()
 

@@ -104,7 +104,7 @@ class MeshLayout:
                 f"mesh_dim_names={names} has {len(names)} names, but mesh_shape={sizes} has "
                 f"{len(sizes)} dims; pass one name for each dim."
             )
-        self.__attrs_init__(sizes, names)
+        self.__attrs_init__(sizes, names)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
         dims = ", ".join(

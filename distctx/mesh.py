@@ -23,6 +23,8 @@ from distctx.exceptions import DistctxError, LayoutError, RuntimeStateError
 from distctx.layout import Dim, MeshLayout, Partition
 from distctx.stores import HashStore
 
+# What DTENSOR_AVAILABLE guards is bound.
+# pyright: reportPossiblyUnboundVariable=false
 try:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

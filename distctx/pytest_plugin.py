@@ -205,6 +205,6 @@ def distributed_runtime(
 @pytest.fixture
 def shared_tmp_path(request: pytest.FixtureRequest) -> Path:
     """One temporary folder for all ranks of a test; ``tmp_path`` is a folder for each."""
-    rank = request.config.pluginmanager.getplugin(RANK)
+    rank: Any = request.config.pluginmanager.getplugin(RANK)
     path: Path = request.getfixturevalue("tmp_path") if rank is None else rank.shared
     return path

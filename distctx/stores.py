@@ -85,7 +85,7 @@ def open_store(
         host, port = environment.master_addr, environment.master_port
         served = environment.store_is_served
     else:
-        url = urlsplit(init_method)
+        url = urlsplit(str(init_method))
         if url.scheme == "file":
             return _open_file(str(init_method), url.netloc, url.path)
         if url.scheme != "tcp":

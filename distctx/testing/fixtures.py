@@ -28,7 +28,7 @@ class Maker:
 
     def __init__(self, request: pytest.FixtureRequest, timeout: float) -> None:
         self.ask = ask_of(request.node, timeout) or Ask(1)
-        self.rank = request.config.pluginmanager.getplugin(RANK)
+        self.rank: Any = request.config.pluginmanager.getplugin(RANK)
         self.failed = False
         self._made: list[DistributedRuntime] = []
         self._environment = pytest.MonkeyPatch()
@@ -58,7 +58,8 @@ class Maker:
                 times = {"timeout": ask.timeout + _LONGER, "rendezvous_timeout": ask.timeout}
             alone: dict[str, Any] = {"rank": 0, "world_size": 1}
             world = alone if self.rank is None else self.rank.meeting
-            runtime = DistributedRuntime(**({"backend": backend} | times | world | given))
+            chosen: dict[str, Any] = {"backend": backend}
+            runtime = DistributedRuntime(**(chosen | times | world | given))
         self._made.append(runtime)
         return runtime
 

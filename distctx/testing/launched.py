@@ -128,7 +128,7 @@ def _let_go_of_errors() -> None:
             _ = frame.f_locals  # up to Python 3.12 a frame keeps what this gave, until it is asked
         error = error.__cause__ or error.__context__
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        vars(sys).pop(name, None)
+        sys.__dict__.pop(name, None)
     gc.collect()
 
 

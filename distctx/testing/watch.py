@@ -139,14 +139,14 @@ class _Watch:
         """When the ranks that still run are stopped, why, and whose failure is the cause."""
         if not self.clocks:
             return math.inf, "", None
-        if self.began is None:
+        began = self.began
+        if began is None:
             starts = [story.event("start") for story in self.stories]
-            if all(starts) or any(story.ended for story in self.stories):
-                self.began = max((e["at"] for e in starts if e), default=self.asked)
-            else:
+            if not all(starts) and not any(story.ended for story in self.stories):
                 bound = self.ranks.start_bound
                 return self.asked + bound, f"not every rank had begun within {bound:g} s", None
-        end = self.began + self.timeout, f"the test's {self.timeout:g} s were over", None
+            self.began = began = max((e["at"] for e in starts if e), default=self.asked)
+        end = began + self.timeout, f"the test's {self.timeout:g} s were over", None
         return min([end, *self.failures()], key=lambda deadline: deadline[0])
 
     def failures(self) -> list[tuple[float, str, int | None]]:
