@@ -1,0 +1,69 @@
+"""What one GPU can show of NCCL, in worlds of 1. Skipped where torch sees none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import run, torchrun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch for it"),
+]
+
+LIVES = """
+import json
+import torch
+import torch.distributed as dist
+from distctx import DistributedRuntime
+
+bound, init = [], dist.init_process_group
+
+def watched(**arguments):
+    bound.append([torch.cuda.current_device(), str(arguments["device_id"])])
+    init(**arguments)
+
+def life(fail=False):
+    with DistributedRuntime(mesh_shape=(-1, 1), mesh_dim_names=("dp", "tp"), timeout=30) as rt:
+        total = torch.ones(4, device=rt.device)
+        dist.all_reduce(total, group=rt.group("dp"))
+        told = {
+            "backend": rt.backend, "device": str(rt.device), "mesh": rt.mesh.device_type,
+            "group": dist.get_backend(rt.group("tp")), "total": total.tolist(),
+        }
+        if fail:
+            torch.cuda._sleep(10**9)  # a kernel that runs while the group is aborted
+            dist.all_reduce(total)
+            raise KeyError("the fault")
+    return told
+
+dist.init_process_group = watched
+told = [life()]
+try:
+    life(fail=True)
+except KeyError:
+    left = dist.is_initialized()
+told.append(life())
+print(json.dumps({"lives": told, "bound": bound, "left": left}))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["plain python", "torchrun"])
+def test_lives_of_one(tmp_path: Path, launcher: str) -> None:
+    """The device is bound before the group is made, NCCL is chosen, the mesh is on it; a life that
+    an error ends is aborted, and the next one computes."""
+    script = tmp_path / "lives.py"
+    script.write_text(LIVES)
+    command = [str(script)] if launcher == "plain python" else torchrun(str(script), nproc=1)
+    done = run(*command, timeout=110)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert told["bound"] == [[0, "cuda:0"]] * 3
+    assert not told["left"]
+    life = {"backend": "nccl", "device": "cuda:0", "mesh": "cuda", "group": "nccl"}
+    assert told["lives"] == [life | {"total": [1.0] * 4}] * 2
