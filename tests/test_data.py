@@ -80,14 +80,21 @@ def test_a_wrong_partition_does_not_pass(make_distributed_runtime, names):
             check_each_sample_once(rt.layout, read)
 
 
-def method_on(world_size: int, method: str) -> Any:
-    """A start method, tried on so many ranks: a spawned worker takes seconds to import torch."""
-    mesh = {"mesh_shape": (2, -1), "mesh_dim_names": ("dp", "tp")}
-    return pytest.param(method, marks=pytest.mark.distributed(world_size, **mesh))
+def method_on(dp: int, tp: int, method: str) -> Any:
+    """A start method, tried on few ranks: a spawned worker takes seconds to import torch."""
+    mesh = {"mesh_shape": (dp, tp), "mesh_dim_names": ("dp", "tp")}
+    return pytest.param(method, marks=pytest.mark.distributed(dp * tp, **mesh))
 
 
 @pytest.mark.parametrize(
-    "method", [method_on(4, "fork"), method_on(2, "forkserver"), method_on(2, "spawn")]
+    "method",
+    [
+        method_on(2, 2, "fork"),
+        method_on(1, 2, "forkserver"),
+        method_on(2, 1, "forkserver"),
+        method_on(1, 2, "spawn"),
+        method_on(2, 1, "spawn"),
+    ],
 )
 def test_workers_read_each_sample_once(distributed_runtime, method):
     """A partition passed to data-loading workers, however they start, is split once more there."""
