@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ __all__ = [
     "end_groups",
     "fake_store",
     "flattened_group",
+    "forget_sharding",
     "group_timeout",
     "keep_groups_for_ever",
     "move_group_names",
@@ -188,6 +190,24 @@ def end_groups(groups: Sequence[Any], *, abort: bool) -> None:
     for group in reversed(groups):
         with contextlib.suppress(ValueError, AssertionError, KeyError):
             (end or dist.destroy_process_group)(group)
+
+
+def forget_sharding() -> None:
+    """Let DTensor forget what it worked out on meshes whose groups have ended, in this thread.
+
+    It keeps the outcome of each operation, with the mesh of then, under the mesh's shape and names:
+    the next mesh that is alike would be answered with groups that are gone ("Could not resolve the
+    process group registered under the name …"). There is no public way to clear that; where torch
+    keeps it elsewhere, it stays.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    dispatcher: Any = getattr(getattr(tensor, "DTensor", None), "_op_dispatcher", None)
+    propagator = getattr(dispatcher, "sharding_propagator", None)
+    kept = getattr(getattr(propagator, "propagate_op_sharding", None), "cache", None)
+    if kept is not None:
+        kept.cache_clear()
+        # The same once more in C++, in newer torch.
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def keep_groups_for_ever() -> None:

@@ -29,12 +29,13 @@ __all__ = [
 #: How a meeting can fail.
 GAVE_UP, DISAGREE, TWICE = "gave up", "disagree", "twice"
 
-#: What a rank says when another has gone, or has failed: of gloo, NCCL, torch's store, distctx.
+#: What a rank says when another has gone, or does not come: of gloo, NCCL, torch's store, distctx.
 _OTHERS_FAULT = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset)(?: by peer)?|broken pipe|connection refused"
-    r"|remote process exited|ncclRemoteError|pair closure|lost the store|"
-    r"errors while waiting for send/recv from rank|failed to pass monitoredBarrier"
-    r"|Monitored ?Barrier encountered error",
+    r"|remote process exited|ncclRemoteError|pair closure|lost the store"
+    r"|timed out waiting \d+ ?ms|wait timeout|timeout waiting for key|before timing out"
+    r"|collective operation timeout|errors while waiting for send/recv from rank"
+    r"|failed to pass monitoredBarrier|Monitored ?Barrier encountered error",
     re.IGNORECASE,
 )
 #: Of which types that is.
@@ -112,7 +113,8 @@ def _disagreement(wants: list[tuple[dict[str, Any], list[int]]], purpose: str) -
 
 
 def blames_others(kind: str, text: str) -> bool:
-    """Whether an error, by the name of its type and its text, says that another rank has gone."""
+    """Whether an error, by the name of its type and its text, says that another rank has gone or
+    does not come."""
     return kind in _OTHERS_ERRORS and _OTHERS_FAULT.search(text) is not None
 
 

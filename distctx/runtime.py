@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -53,6 +55,16 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+@contextlib.contextmanager
+def _noted_on(error: BaseException, what: str) -> Iterator[None]:
+    """A failure in here is a note on the error that is on its way already, and never in its
+    place."""
+    try:
+        yield
+    except Exception as failure:
+        error.add_note(f"[distctx] and {what} failed: {type(failure).__name__}: {failure}")
 
 
 @attrs.define(eq=False, repr=False)
@@ -188,7 +200,8 @@ class DistributedRuntime(Opened):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        is_clean = isinstance(error, SystemExit) and not error.code
+        if error is None or is_clean or isinstance(error, GeneratorExit):
             self.close()
             return
         note = f"[distctx] {self._known_place()} on {socket.gethostname()}, pid {os.getpid()}"
@@ -196,15 +209,15 @@ class DistributedRuntime(Opened):
             error.add_note(note)
         farewell = self._farewell(error)
         try:
-            if farewell is not None:
-                farewell.tell()
+            with _noted_on(error, "telling the others"):
+                if farewell is not None:
+                    farewell.tell()
         finally:
-            try:
+            with _noted_on(error, "closing"):
                 self.close(abort=True)
-            except Exception as failure:
-                error.add_note(f"[distctx] and closing failed: {type(failure).__name__}: {failure}")
-        if farewell is not None and (said := farewell.ask()):
-            error.add_note(f"[distctx] {said}")
+        with _noted_on(error, "asking the others"):
+            if farewell is not None and (said := farewell.ask()):
+                error.add_note(f"[distctx] {said}")
 
     def _farewell(self, error: BaseException) -> Farewell | None:
         """What to say and ask of an error that ends a world of several ranks."""

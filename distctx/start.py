@@ -30,7 +30,7 @@ from distctx.layout import MeshLayout
 from distctx.meeting import Meeting
 from distctx.rendezvous import meet
 from distctx.request import Request
-from distctx.stores import HashStore, PrefixStore, Store, open_store
+from distctx.stores import HashStore, PrefixStore, Store, is_served, open_store
 from distctx.world import World, current
 
 __all__ = ["find", "make"]
@@ -120,6 +120,7 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
             rendezvous_timeout=rendezvous_timeout,
             store=meeting.store if meeting else None,
             place=place,
+            server=_server(request, environment, meeting),
         )
         made.undo = undo.pop_all()
     if meeting is not None:
@@ -128,6 +129,16 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
         meeting.report_built()
         made.to_be_read.append((meeting.store, "built", environment.world_size))
     return made
+
+
+def _server(request: Request, environment: LaunchEnvironment, meeting: Meeting | None) -> str:
+    """Who serves the store of a world that was made, in words; empty where nobody does."""
+    if meeting is None or not is_served(meeting.store):
+        return ""
+    if request.store is not None:
+        return "its maker"
+    is_agents = is_env(request.init_method) and environment.store_is_served
+    return "the launcher" if is_agents else "rank 0"
 
 
 def _meet_to_start(

@@ -39,6 +39,7 @@ __all__ = [
     "await_key",
     "backoff",
     "discard",
+    "is_served",
     "open_store",
     "peek",
     "run_bounded",
@@ -70,6 +71,13 @@ def discard(store: Store) -> None:
         store = store.underlying_store
     for key in [key for key, kept in _kept.items() if kept is store]:
         del _kept[key]
+
+
+def is_served(store: Store) -> bool:
+    """Whether a process serves the store to others, so that it goes with that process."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return not isinstance(store, (FileStore, HashStore))
 
 
 def open_store(

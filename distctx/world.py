@@ -55,6 +55,8 @@ class World:
     rendezvous_timeout: timedelta
     store: Store | None
     place: str
+    #: Who serves the store, in words; empty where nobody does.
+    server: str = ""
 
     #: Why nobody would come to a meeting now, in words; empty where they may.
     others_wait: str = attrs.field(init=False, default="")
@@ -136,15 +138,21 @@ class World:
 
     def release(self, hold: Hold, *, abort: bool) -> None:
         """End what nobody holds any more: sub-groups made here, a world that distctx made."""
-        global _current
         ends = hold.ends_the_world
         self._holds.remove(hold)
         unused = all(other.cache is not hold.cache for other in self._holds)
-        if ends or unused:
-            self._wait_for_others()
+        try:
+            if ends or unused:
+                self._wait_for_others()
+        finally:  # Ctrl-C ends the wait, and must leave nothing behind
+            self._let_go(hold, ends=ends, unused=unused, abort=abort)
+
+    def _let_go(self, hold: Hold, *, ends: bool, unused: bool, abort: bool) -> None:
+        global _current
         if unused:
             self._caches = {k: one for k, one in self._caches.items() if one is not hold.cache}
             made = hold.cache.forget()
+            _torch.forget_sharding()
             if self.is_alive and not ends:
                 self._end_groups(
                     functools.partial(_torch.end_groups, made, abort=False),
@@ -166,6 +174,8 @@ class World:
             self.leave()
             if self.owned and self.is_alive:
                 self._end_groups(dist.destroy_process_group, _torch.abort_world, abort)
+        # gloo closes its connections when nobody holds the group any more, and not before.
+        self.group = None
 
     def _end_groups(
         self, destroy: Callable[[], None], kill: Callable[[], None], abort: bool

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from distctx import DistributedRuntime, _torch
 
@@ -104,6 +106,70 @@ def failing_life() -> Any:
         return through
     rt.close(abort=True)
     return time.monotonic()
+
+
+def lives_with_dtensor() -> Any:
+    """Three lives of one shape compute the same with DTensor: none meets the mesh of another."""
+    told = []
+    for _ in range(3):
+        with DistributedRuntime(**MESH, **BOUND) as rt:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(8, 12)
+            parallelize_module(model, rt.submesh("tp"), ColwiseParallel(output_layouts=Replicate()))
+            total = model(torch.ones(4, 8)).sum()
+            total.backward()
+            told.append(total.item())
+    return [
+        torch.equal(torch.tensor(told), torch.tensor(told[:1] * 3)),
+        isinstance(model.weight, DTensor),
+    ]
+
+
+class LostStore(dist.Store):
+    """A user's own store in Python, which hands all on to another until it is lost."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.is_lost = inner, False
+
+    def _here(self) -> Any:
+        if self.is_lost:
+            raise ConnectionError("the store is gone")
+        return self.inner
+
+    def set(self, key: str, value: Any) -> None:
+        """As torch's."""
+        self._here().set(key, value if isinstance(value, (str, bytes)) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """As torch's."""
+        return bytes(self._here().get(key))
+
+    def add(self, key: str, value: int) -> int:
+        """As torch's."""
+        return int(self._here().add(key, value))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """As torch's."""
+        return bytes(self._here().compare_set(key, expected, value))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """As torch's."""
+        self._here().wait(keys, *timeout)
+
+
+def own_store_is_lost() -> Any:
+    """An error leaves the block as it is, also where it cannot be told to the others."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = LostStore(dist.PrefixStore("own", dist.TCPStore(host, port, is_master=False)))
+    try:
+        with DistributedRuntime(store=store, rank=RANK, world_size=WORLD_SIZE, **BOUND) as rt:
+            rt.barrier()
+            store.is_lost = True
+            raise ValueError("bad data")
+    except Exception as error:
+        notes = [note.partition(" (")[0] for note in error.__notes__[1:]]
+        return [repr(error), notes, dist.is_initialized()]
 
 
 def uneven_lives() -> Any:

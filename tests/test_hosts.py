@@ -252,10 +252,11 @@ def test_cut_in_a_collective(hosts: Hosts) -> None:
         assert f"rank {number}/4 at" in rank.log
     for rank in ranks[:LOCAL]:
         assert re.search(
-            r"failed, rank 2 \(.*\), rank 3 \(.*\) had not: .*cannot be reached", rank.log
+            r"had failed, rank 2 \(.*\), rank 3 \(.*\) had not: .*cannot be reached", rank.log
         )
     for rank in ranks[LOCAL:]:
-        assert f"The store at {ADDRESSES[0]}:29500 does not answer" in rank.log
+        store = f"The store at {ADDRESSES[0]}:29500, which rank 0 serves,"
+        assert f"{store} does not answer within 2 s: rank 0 was ended or stopped" in rank.log
 
 
 def test_cut_before_the_meeting(hosts: Hosts) -> None:

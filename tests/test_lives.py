@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -104,3 +105,8 @@ def test_one_failure_ends_the_job(tmp_path, fault, said):
     assert "somebody waits" not in done.stderr
     if "raise" in fault:
         assert "[distctx] rank 2/4 at (dp=1, tp=0)" in done.stderr
+        assert f") failed first: {said.rstrip(':')}" in done.stderr
+    if "SIGKILL" in fault:
+        # torchrun ends the others while they ask; what they met is in the log by then.
+        assert "asks for at most 2 s which rank is at fault" in done.stderr
+        assert re.search(r"RuntimeError: .*(onnection closed|onnection reset)", done.stderr)

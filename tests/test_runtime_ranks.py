@@ -17,6 +17,8 @@ BODIES = (
     "lives",
     "empty_lives",
     "failing_life",
+    "lives_with_dtensor",
+    "own_store_is_lost",
     "uneven_lives",
     "local_ranks_are_found",
     "everything",
@@ -77,6 +79,21 @@ def test_all_ranks_fail_at_once(results):
     """Who leaves with an error does not cut off a rank that still connects."""
     through, *left = value_of(results, "failing_life")
     assert all(moment > through for moment in left)
+
+
+def test_lives_with_dtensor(results, nproc):
+    """DTensor, which keeps meshes by their shape, does not answer with an earlier life's mesh."""
+    assert value_of(results, "lives_with_dtensor") == [[True, True]] * nproc
+
+
+def test_an_error_is_never_replaced(results, nproc):
+    """Where telling it to the others fails, that is a note on it."""
+    for error, notes, is_initialized in value_of(results, "own_store_is_lost"):
+        assert error == "ValueError('bad data')"
+        assert (
+            "[distctx] and telling the others failed: ConnectionError: the store is gone" in notes
+        )
+        assert not is_initialized
 
 
 def test_ranks_that_lived_differently_meet(results, nproc):
