@@ -68,9 +68,7 @@ def main(number: int = 15) -> list[Ratio]:
     for ranks in RANKS:
         a, b = told_by_ranks("benchmarks.bench_lifecycle", ranks, str(number))[0]
         plural = "s" if ranks > 1 else ""
-        rows.append(
-            Ratio(f"enter + exit / init + destroy, {ranks} rank{plural}", a, b, "at most 1.15")
-        )
+        rows.append(Ratio(f"enter + exit / init + destroy, {ranks} rank{plural}", a, b, 1.10))
     return rows
 
 

@@ -101,16 +101,16 @@ def main(number: int = 5) -> list[Ratio]:
         return run(_PLUGIN)[1][-1]
 
     rows = []
-    for name, source, must in (
-        ("MultiProcessTestCase", _CASE, "at most 0.05, ours < 0.3 s"),
-        ("mp.spawn by hand", _SPAWN, ""),
+    for name, source, at_most in (
+        ("MultiProcessTestCase", _CASE, 0.05),
+        ("mp.spawn by hand", _SPAWN, None),
     ):
         ours, theirs = pairs(twentieth, lambda source=source: run(source)[1][0], number)
-        rows.append(Ratio(f"20th test of 4 ranks / {name}", ours, theirs, must))
+        rows.append(Ratio(f"20th test of 4 ranks / {name}", ours, theirs, at_most))
     ours, theirs = pairs(
         lambda: run(_PLAIN)[0], lambda: run(_PLAIN, "-p", "no:distctx")[0], 4 * number
     )
-    rows.append(Ratio("a run without use / without plugin", ours, theirs, "ours - theirs < 20 ms"))
+    rows.append(Ratio("a run without use / without plugin", ours, theirs))
     return rows
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks.common import machine, seconds, tell, told_by_ranks
+from benchmarks.common import machine, tell, told_by_ranks, with_unit
 
 
 @attrs.frozen
@@ -127,7 +127,7 @@ def main(jobs: list[tuple[int, int]]) -> None:
                 str(ranks),
                 str(lives),
                 f"{len(seen)} {seen[0] if seen else ''}".strip(),
-                seconds(max(one["seconds"] for one in told)),
+                with_unit(max(one["seconds"] for one in told)),
                 *(f"{grown[name]:+d}" for name in ("threads", "descriptors", "groups")),
                 f"{grown['memory'] / counted:+.0f} B a life",
             )

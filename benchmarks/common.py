@@ -1,71 +1,108 @@
-"""What every benchmark shares: interleaved pairs, their ratio and its spread, the machine."""
+"""What every benchmark shares: interleaved rounds, ratios and their spread, ranks, the machine."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
 
+#: The least number of pairs that a ratio stands on.
+PAIRS = 7
+
 
 @attrs.frozen
 class Ratio:
-    """What came of one comparison: seconds of both sides, pair by pair."""
+    """What came of one comparison: seconds, or another cost, of both sides, pair by pair."""
 
     question: str
     ours: Sequence[float]
     theirs: Sequence[float]
-    must: str = ""
+    #: What the median ratio must not pass; None where nothing was promised.
+    at_most: float | None = None
+    unit: str = "s"
 
     @property
     def ratios(self) -> list[float]:
         """ours ÷ theirs, pair by pair."""
         return [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
 
+    @property
+    def is_missed(self) -> bool:
+        """Whether the median ratio passes what it must not."""
+        return self.at_most is not None and statistics.median(self.ratios) > self.at_most
+
     def row(self) -> tuple[str, ...]:
-        """The row of the table: median ratio, its quartiles, the medians of both sides."""
-        low, middle, high = statistics.quantiles(self.ratios, n=4)
+        """The row of the table."""
+        low, middle, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
+        bound = "" if self.at_most is None else f"{self.at_most:.3g}"
+        sides = " / ".join(
+            with_unit(statistics.median(side), self.unit) for side in (self.ours, self.theirs)
+        )
         return (
             self.question,
-            f"{middle:.4g}",
-            f"{low:.4g} to {high:.4g}",
-            f"{seconds(statistics.median(self.ours))} / {seconds(statistics.median(self.theirs))}",
+            f"{middle:.3g}",
+            f"{low:.3g} to {high:.3g}",
+            bound + (", missed" if self.is_missed else ""),
+            sides,
             str(len(self.ours)),
-            self.must,
         )
 
 
-def seconds(value: float) -> str:
-    """A time with the unit that fits."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+HEADER = ("ours / theirs", "ratio", "quartiles", "at most", "medians", "pairs")
+
+
+def with_unit(value: float, unit: str = "s") -> str:
+    """A cost with the unit that fits."""
+    if unit != "s":
+        return f"{value:.3g} {unit}".rstrip()
+    for name, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:
-            return f"{value / scale:.3g} {unit}"
+            return f"{value / scale:.3g} {name}"
     return f"{value / 1e-9:.3g} ns"
+
+
+def rounds(sides: Mapping[str, Callable[[], float]], number: int) -> dict[str, list[float]]:
+    """Measure all sides in turn, so many times, after one round that does not count; each round
+    begins with another side."""
+    names = list(sides)
+    for name in names:
+        sides[name]()
+    took: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(number):
+        start = i % len(names)
+        for name in names[start:] + names[:start]:
+            took[name].append(sides[name]())
+    return took
 
 
 def pairs(
     ours: Callable[[], float], theirs: Callable[[], float], number: int
 ) -> tuple[list[float], list[float]]:
-    """Measure the two in turn, after one round that does not count; every other pair in turn."""
-    ours(), theirs()
-    a: list[float] = []
-    b: list[float] = []
-    for i in range(number):
-        if i % 2:
-            b.append(theirs())
-            a.append(ours())
-        else:
-            a.append(ours())
-            b.append(theirs())
-    return a, b
+    """Two sides, measured in turn."""
+    took = rounds({"ours": ours, "theirs": theirs}, number)
+    return took["ours"], took["theirs"]
+
+
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """The slope of cost against size on log axes: 1 grows with the size, 0 does not grow."""
+    from math import log
+
+    return statistics.linear_regression(list(map(log, sizes)), list(map(log, costs))).slope
+
+
+def is_here(module: str) -> bool:
+    """Whether a peer is installed."""
+    return importlib.util.find_spec(module) is not None
 
 
 def told_by_ranks(module: str, ranks: int, *arguments: str) -> list[Any]:
@@ -109,10 +146,32 @@ def machine() -> str:
     )
 
 
-def report(rows: Sequence[Ratio]) -> None:
-    """Print the table of ratios, and the machine."""
+def as_text(rows: Sequence[Ratio]) -> str:
+    """The table of ratios, for a terminal."""
     from distctx.display import table
 
-    header = ("question", "median ratio", "quartiles", "ours / theirs", "pairs", "must be")
-    print(table([row.row() for row in rows], header))
-    print(f"\n{machine()}", flush=True)
+    return table([row.row() for row in rows], HEADER)
+
+
+def as_markdown(rows: Sequence[Ratio]) -> str:
+    """The same in Markdown."""
+    lines = [HEADER, tuple("---" for _ in HEADER), *(row.row() for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def as_rst(rows: Sequence[Ratio]) -> str:
+    """The same in reStructuredText, without the medians: of those the ratio is what counts."""
+    columns = [(*row.row()[:4], row.row()[5]) for row in rows]
+    lines = [(*HEADER[:4], HEADER[5]), *columns]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rule = "  ".join("=" * width for width in widths)
+    body = [
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return "\n".join([rule, body[0], rule, *body[1:], rule])
+
+
+def report(rows: Sequence[Ratio], lines: Sequence[str] = ()) -> None:
+    """Print the table of ratios, what is to be said of them, and the machine."""
+    print(as_text(rows), *lines, f"\n{machine()}", sep="\n", flush=True)
