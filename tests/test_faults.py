@@ -273,7 +273,7 @@ def test_a_bad_environment(nursery: Nursery, tmp_path: Path) -> None:
 def test_ctrl_c_acts_at_once(
     nursery: Nursery, tmp_path: Path, where: str, waits: int, waiting: list[int], ranks: int
 ) -> None:
-    """Ctrl-C during a wait ends it within a second: for ranks, the store, the mesh, main_first."""
+    """Ctrl-C during a wait ends it at once: for ranks, the store, the mesh, main_first."""
     plan = {"where": where, "waits": waits}
     environs = [one for index, one in enumerate(launch(ranks)) if index in waiting]
     pids = nursery.start(environs, "wait_for_a_signal", plan, tmp_path)

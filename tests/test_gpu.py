@@ -16,13 +16,18 @@ LIVES = """
 import json
 import torch
 import torch.distributed as dist
-from distctx import DistributedRuntime
+from distctx import DistributedRuntime, _torch
 
 bound, init = [], dist.init_process_group
+aborted, abort = [], _torch.abort_world
 
 def watched(**arguments):
     bound.append([torch.cuda.current_device(), str(arguments["device_id"])])
     init(**arguments)
+
+def watched_abort():
+    aborted.append(len(told))
+    abort()
 
 def life(fail=False):
     with DistributedRuntime(mesh_shape=(-1, 1), mesh_dim_names=("dp", "tp"), timeout=30) as rt:
@@ -39,13 +44,15 @@ def life(fail=False):
     return told
 
 dist.init_process_group = watched
-told = [life()]
+_torch.abort_world = watched_abort
+told = []
+told.append(life())
 try:
     life(fail=True)
 except KeyError:
     left = dist.is_initialized()
 told.append(life())
-print(json.dumps({"lives": told, "bound": bound, "left": left}))
+print(json.dumps({"lives": told, "bound": bound, "left": left, "aborted": aborted}))
 """
 
 
@@ -68,5 +75,6 @@ def test_lives_of_one(tmp_path: Path, launcher: str) -> None:
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert told["bound"] == [[0, "cuda:0"]] * 3
     assert not told["left"]
+    assert told["aborted"] == [1]  # after the first life, and no other
     life = {"backend": "nccl", "device": "cuda:0", "mesh": "cuda", "group": "nccl"}
     assert told["lives"] == [life | {"total": [1.0] * 4}] * 2

@@ -6,13 +6,17 @@ gloo group, with distctx and without.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from launch import HERE, run, torchrun
 from train import (
+    HIDDEN,
+    WIDTH,
     Run,
     alone,
     average_over,
@@ -55,7 +59,13 @@ def test_hsdp(distributed_runtime):
 
 @pytest.mark.distributed(mesh_shape=(4,), mesh_dim_names=("tp",))
 def test_tensor_parallel(distributed_runtime):
-    """Tensor parallelism over the tp sub-mesh does, with all the data on every rank."""
+    """Tensor parallelism over the tp sub-mesh does, with all the data on every rank, and its weights
+    are divided along it."""
+    model = make_model()
+    tensor_parallel(model, distributed_runtime.submesh("tp"))
+    weights = [block.up.weight for block in model.children()]
+    assert [weight.placements for weight in weights] == [(Shard(0),)] * 2
+    assert [tuple(weight.to_local().shape) for weight in weights] == [(HIDDEN // 4, WIDTH)] * 2
     assert differences(spread(distributed_runtime)) == []
 
 
@@ -84,7 +94,11 @@ def test_compiled():
     program under torchrun."""
     mesh = ("--mesh", "dp=2,tp=2", "--recompute", "--compile-with", "aot_eager")
     done = run(*torchrun(str(HERE / "train.py"), *mesh, nproc=4), timeout=100)
+    assert done.returncode == 0, done.stderr
     assert "equal to one process" in done.stdout, done.stderr
+    graphs = re.search(r"^graphs (\d+)$", done.stdout, re.MULTILINE)
+    assert graphs, done.stdout
+    assert int(graphs[1]) > 0
 
 
 @pytest.mark.distributed(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"), detail=False)
