@@ -129,7 +129,7 @@ class Farewell:
         return said
 
     def _who_failed(self, end: float) -> str:
-        store, is_first = self.store, True
+        store, is_first, failed = self.store, True, 0
         # Where many ask, each asks less often.
         for pause in backoff(longest=max(0.05, self.world.world_size / 20_000)):
             failed = store.add("end/failed", 0)  # before the look, since each says its error first

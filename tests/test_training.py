@@ -59,8 +59,8 @@ def test_hsdp(distributed_runtime):
 
 @pytest.mark.distributed(mesh_shape=(4,), mesh_dim_names=("tp",))
 def test_tensor_parallel(distributed_runtime):
-    """Tensor parallelism over the tp sub-mesh does, with all the data on every rank, and its weights
-    are divided along it."""
+    """Tensor parallelism over the tp sub-mesh does, with all the data on every rank, and its
+    weights are divided along it."""
     model = make_model()
     tensor_parallel(model, distributed_runtime.submesh("tp"))
     weights = [block.up.weight for block in model.children()]
