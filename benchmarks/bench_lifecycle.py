@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from benchmarks.common import Ratio, pairs, report, tell, told_by_ranks
+from benchmarks.common import Findings, Ratio, pairs, report, tell, told_by_ranks
 
 LIVES = 10
 RANKS = (1, 4)
@@ -62,14 +62,14 @@ def measure(number: int) -> tuple[list[float], list[float]]:
     return a, b
 
 
-def main(number: int = 15) -> list[Ratio]:
+def main(number: int = 15) -> Findings:
     """Each world size in a torchrun job of its own; rank 0's times count."""
     rows = []
     for ranks in RANKS:
         a, b = told_by_ranks("benchmarks.bench_lifecycle", ranks, str(number))[0]
         plural = "s" if ranks > 1 else ""
         rows.append(Ratio(f"enter + exit / init + destroy, {ranks} rank{plural}", a, b, 1.10))
-    return rows
+    return Findings(rows)
 
 
 if __name__ == "__main__":

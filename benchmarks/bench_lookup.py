@@ -1,83 +1,108 @@
-"""Looking things up: a runtime against a bare property, and against torch's DeviceMesh."""
+"""Looking things up: a runtime against a bare property or method, and against a DeviceMesh."""
 
 from __future__ import annotations
 
+import math
 import sys
 import timeit
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import Ratio, pairs, report
+import attrs
+
+from benchmarks.common import Findings, Ratio, pairs, report
 
 NAMES = ("pp", "dp", "tp")
 SMALL, LARGE = (2, 2, 2), (64, 64, 64)
 
+#: How often a cheap expression is evaluated in one measurement.
+TIMES = 20_000
+
 
 class Bare:
-    """The least that Python needs for a property."""
+    """The least that Python needs for a property, and for a method that looks into a dict."""
 
-    __slots__ = ("_value",)
+    __slots__ = ("_found", "_value")
 
     def __init__(self) -> None:
         self._value = (4, 1)
+        self._found = {("tp",): 1}
 
     @property
     def value(self) -> tuple[int, int]:
         return self._value
 
+    def method(self, *dims: str) -> int:
+        return self._found[dims]
 
-def each(code: str, of: Any, times: int) -> Callable[[], float]:
+
+@attrs.frozen
+class Question:
+    """What a runtime is asked, the least that could cost, and how a DeviceMesh is asked."""
+
+    ours: str
+    bare: str
+    torchs: str
+    #: What the ratio to DeviceMesh must not pass. None: torch keeps the answer in a field too.
+    at_most: float | None = 0.01
+
+
+QUESTIONS = (
+    Question("rt.dp_partition", "bare.value", "mesh.mesh.shape"),
+    Question("rt.tp_size", "bare.value", "mesh.mesh.shape"),
+    Question("rt.coordinate", "bare.value", "mesh.get_coordinate()", None),
+    Question('rt.index("tp")', 'bare.method("tp")', 'mesh["tp"].get_local_rank()'),
+    Question('rt.submesh("tp")', 'bare.method("tp")', 'mesh["tp"]'),
+)
+
+
+def each(code: str, known: dict[str, Any], times: int) -> Callable[[], float]:
     """Seconds of one evaluation of ``code``, over ``times`` of them."""
-    from distctx.mesh import resolve_data_parallel_partition
-
-    timer = timeit.Timer(code, globals={"o": of, "resolve": resolve_data_parallel_partition})
+    timer = timeit.Timer(code, globals=known)
     return lambda: timer.timeit(times) / times
 
 
 def lookups(shape: tuple[int, ...], number: int) -> list[Ratio]:
     """All comparisons in one simulated world; nothing is computed by its collectives."""
-    import math
-
     from distctx import DistributedRuntime
+    from distctx.mesh import resolve_data_parallel_partition
 
     world = math.prod(shape)
+    few = 200 if world < 1000 else 4  # a DeviceMesh of many ranks takes milliseconds
     rows = []
-    with DistributedRuntime(
-        "fake", rank=world - 2, world_size=world, mesh_shape=shape, mesh_dim_names=NAMES
+    with DistributedRuntime.simulate(
+        world - 2, world, mesh_shape=shape, mesh_dim_names=NAMES
     ) as rt:
-        mesh, bare = rt.mesh, Bare()
-        rt.submesh("tp")
-        few, many = (200 if world < 1000 else 4), 20_000
+        known = {"rt": rt, "mesh": rt.mesh, "bare": Bare()}
+        known["partition"] = resolve_data_parallel_partition
 
-        def compare(
-            question: str, ours: Any, theirs: Any, times: int, at_most: float | None
-        ) -> None:
-            a, b = pairs(each(*ours, many), each(*theirs, times), number)
-            rows.append(Ratio(f"{question}, {world} ranks", a, b, at_most))
+        def compare(ours: str, theirs: str, times: int, at_most: float | None) -> None:
+            a, b = pairs(each(ours, known, TIMES), each(theirs, known, times), number)
+            rows.append(Ratio(f"{ours} / {theirs}, {world} ranks", a, b, at_most))
 
-        partition, tp_size = ("o.dp_partition", rt), ("o.tp_size", rt)
-        property_, shape_of = ("o.value", bare), ("o.mesh.shape", mesh)
-        compare("dp_partition / bare property", partition, property_, many, 3.0)
-        compare("tp_size / bare property", tp_size, property_, many, 3.0)
-        compare("dp_partition / mesh.mesh.shape", partition, shape_of, few, 0.01)
-        compare("tp_size / mesh.mesh.shape", tp_size, shape_of, few, 0.01)
-        again, sliced = ("o.submesh('tp')", rt), ("o['tp']", mesh)
-        compare('submesh("tp") again / mesh["tp"]', again, sliced, few, 0.01)
-        functional = ("resolve(o, 'dp', True)", mesh)
-        compare("dp_partition / the functional layer", partition, functional, few, None)
+        for question in QUESTIONS:
+            compare(question.ours, question.bare, TIMES, 3.0)
+        for question in QUESTIONS:
+            compare(question.ours, question.torchs, few, question.at_most)
+        compare('rt.index("tp")', 'mesh.get_local_rank("tp")', few, None)
+        compare("rt.dp_partition", 'partition(mesh, "dp", True)', few, None)
     return rows
 
 
-def main(number: int = 15) -> list[Ratio]:
+def main(number: int = 15) -> Findings:
     """At 8 and at 262,144 simulated ranks."""
     hook = sys.excepthook
     small, large = lookups(SMALL, number), lookups(LARGE, number)
     sys.excepthook = hook
-    again = [
-        next(row for row in rows if row.question.startswith("submesh")) for rows in (large, small)
+    # One process has one world, so the two sizes cannot take turns: each is held against the bare
+    # lookup of its own time.
+    growth = [
+        Ratio(
+            f"{question.ours}, 262144 ranks / 8 ranks", in_large.ratios, in_small.ratios, 1.25, ""
+        )
+        for question, in_large, in_small in zip(QUESTIONS, large, small, strict=False)
     ]
-    same = Ratio('submesh("tp") again, 262144 ranks / 8 ranks', again[0].ours, again[1].ours, 1.5)
-    return [*small, *large, same]
+    return Findings([*small, *large, *growth])
 
 
 if __name__ == "__main__":

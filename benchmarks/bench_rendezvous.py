@@ -7,32 +7,25 @@ first where a launcher serves it; and a later one, in a store that is open alrea
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable
-from datetime import timedelta
-from time import perf_counter
 from typing import Any
 
-from benchmarks.common import Ratio, pairs, report
+from benchmarks.common import Findings, Ratio, pairs, report
+from benchmarks.ranks import (
+    TIMEOUT,
+    counting_store,
+    free_port,
+    kept_store,
+    on_ranks,
+    over_ranks,
+    paired,
+    together,
+)
 
 #: How many ranks, and how many pairs of first starts and of later ones.
-RANKS = {2: (9, 41), 4: (15, 81), 8: (9, 31), 16: (5, 15), 32: (3, 9), 64: (3, 5)}
-TIMEOUT = timedelta(seconds=120)
-
-context = multiprocessing.get_context("forkserver")
-
-
-def together(barrier: Any, act: Callable[[], object]) -> float:
-    """Seconds of ``act``, begun at once on all ranks."""
-    barrier.wait()
-    start = perf_counter()
-    act()
-    return perf_counter() - start
+RANKS = {2: (9, 41), 4: (15, 81), 8: (9, 31), 16: (7, 15), 32: (7, 9), 64: (7, 7)}
 
 
 def first_start(environ: dict[str, str], ours: bool, barrier: Any) -> Any:
@@ -53,12 +46,7 @@ def later_starts(environ: dict[str, str], number: int, barrier: Any) -> Any:
 
     from distctx import DistributedRuntime
 
-    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    port = int(environ["MASTER_PORT"])
-    who: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT}
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False
-    )
+    who, store = kept_store(environ)
     lives = iter(range(10**9))
 
     def ours() -> float:
@@ -75,15 +63,13 @@ def later_starts(environ: dict[str, str], number: int, barrier: Any) -> Any:
         dist.destroy_process_group()
         return took
 
-    hook = sys.excepthook
-    measured = pairs(ours, theirs, number)
-    sys.excepthook = hook
+    measured = paired(ours, theirs, number)
 
     # One more life, to which the last rank comes a second late. What it asks, but for looking again
     # at the key it waits for, is what a rank asks once all are there; what the others ask
     # meanwhile is the cost of waiting.
     counting = counting_store(store)
-    late = rank == world_size - 1
+    late = who["rank"] == who["world_size"] - 1
     barrier.wait()
     time.sleep(late)
     with DistributedRuntime("gloo", store=counting, **who):
@@ -94,88 +80,6 @@ def later_starts(environ: dict[str, str], number: int, barrier: Any) -> Any:
         requests = late, number, of_torch
         barrier.wait()
     return measured, requests
-
-
-def counting_store(inner: Any) -> Any:
-    """A store that hands all on to ``inner``, and counts the requests by key."""
-    import torch.distributed as dist
-
-    class Counting(dist.Store):
-        def __init__(self) -> None:
-            super().__init__()
-            self.requests: Counter[str] = Counter()
-
-        def set(self, key: str, value: Any) -> None:
-            self.requests[key] += 1
-            inner.set(key, value if isinstance(value, (str, bytes)) else bytes(value))
-
-        def get(self, key: str) -> bytes:
-            self.requests[key] += 1
-            return bytes(inner.get(key))
-
-        def add(self, key: str, value: int) -> int:
-            self.requests[key] += 1
-            return int(inner.add(key, value))
-
-        def compare_set(self, key: str, expected: str, value: str) -> bytes:
-            self.requests[key] += 1
-            return bytes(inner.compare_set(key, expected, value))
-
-        def wait(self, keys: list[str], *timeout: timedelta) -> None:
-            self.requests[keys[0]] += 1
-            inner.wait(keys, *timeout)
-
-    return Counting()
-
-
-def on_ranks(world_size: int, environ: dict[str, str], act: Callable[..., Any], *args: Any) -> Any:
-    """What ``act(environ, *args, barrier)`` gives on each rank."""
-    barrier, answers = context.Barrier(world_size), context.SimpleQueue()
-    processes = [
-        context.Process(
-            target=_one_rank, args=(rank, world_size, environ, act, args, barrier, answers)
-        )
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    told: list[Any] = []
-    while len(told) < world_size:
-        if not answers.empty():
-            told.append(answers.get())
-        elif any(process.exitcode for process in processes):  # the others wait for it
-            for process in processes:
-                process.kill()
-            raise RuntimeError(f"a rank of {world_size} failed; its error is above")
-        else:
-            time.sleep(0.01)
-    for process in processes:
-        process.join()
-    return told
-
-
-def _one_rank(
-    rank: int,
-    world_size: int,
-    environ: dict[str, str],
-    act: Callable[..., Any],
-    args: tuple[Any, ...],
-    barrier: Any,
-    answers: Any,
-) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    who = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    answers.put(act(environ | who, *args, barrier))
-    barrier.wait()
-    os._exit(0)  # nobody's end is measured here
-
-
-def free_port() -> int:
-    """A port of loopback that is free just now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def first_starts(world_size: int, number: int, *, served: bool) -> Ratio:
@@ -208,17 +112,13 @@ def first_starts(world_size: int, number: int, *, served: bool) -> Ratio:
     return Ratio(f"{world_size} ranks, first start, {who}", ours, theirs, at_most)
 
 
-def main() -> tuple[list[Ratio], list[str]]:
+def main() -> Findings:
     """All starts at all world sizes."""
-    context.set_forkserver_preload(["torch.distributed", "distctx.start", "distctx.runtime"])
     rows, lines = [], []
     for world_size, (firsts, laters) in RANKS.items():
         rows += [first_starts(world_size, firsts, served=served) for served in (False, True)]
         told = on_ranks(world_size, {"MASTER_PORT": str(free_port())}, later_starts, laters)
-        ours, theirs = (
-            [max(measured[side][i] for measured, _ in told) for i in range(laters)]
-            for side in (0, 1)
-        )
+        ours, theirs = over_ranks([measured for measured, _ in told])
         rows.append(Ratio(f"{world_size} ranks, later start, one kept store", ours, theirs))
         counts = [requests for _, requests in told]
         last = next(number for is_last, number, _ in counts if is_last)
@@ -228,9 +128,8 @@ def main() -> tuple[list[Ratio], list[str]]:
             f"{world_size} ranks: {last} requests of the rank that comes last, at most {waits} of "
             f"one that waits a second for it; torch's init makes up to {torchs}"
         )
-    return rows, lines
+    return Findings(rows, lines)
 
 
 if __name__ == "__main__":
-    table, lines = main()
-    report(table, lines)
+    report(main())

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.common import PAIRS, Ratio, is_here, report, rounds
+from benchmarks.common import PAIRS, Findings, Ratio, is_here, report, rounds
 
 RANKS = (1, 2, 4, 8)
 
@@ -109,7 +109,7 @@ def start(script: str, ranks: int) -> float:
     return max(ended) - began
 
 
-def main(number: int = PAIRS) -> list[Ratio]:
+def main(number: int = PAIRS) -> Findings:
     """Every side once a round."""
     rows = []
     for ranks in RANKS:
@@ -126,7 +126,7 @@ def main(number: int = PAIRS) -> list[Ratio]:
             bound = 1.05 if name == "bare torch" else 1.0
             question = f"process start to first sum, {ranks} rank{'s' * (ranks > 1)} / {name}"
             rows.append(Ratio(question, ours, theirs, bound))
-    return rows
+    return Findings(rows)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -12,9 +13,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
+
+Cost = TypeVar("Cost")
 
 #: The least number of pairs that a ratio stands on.
 PAIRS = 7
@@ -58,6 +61,14 @@ class Ratio:
         )
 
 
+@attrs.frozen
+class Findings:
+    """What a benchmark found: the rows of its table, and lines that belong below it."""
+
+    rows: Sequence[Ratio]
+    lines: Sequence[str] = ()
+
+
 HEADER = ("ours / theirs", "ratio", "quartiles", "at most", "medians", "pairs")
 
 
@@ -71,13 +82,13 @@ def with_unit(value: float, unit: str = "s") -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
-def rounds(sides: Mapping[str, Callable[[], float]], number: int) -> dict[str, list[float]]:
+def rounds(sides: Mapping[str, Callable[[], Cost]], number: int) -> dict[str, list[Cost]]:
     """Measure all sides in turn, so many times, after one round that does not count; each round
     begins with another side."""
     names = list(sides)
     for name in names:
         sides[name]()
-    took: dict[str, list[float]] = {name: [] for name in names}
+    took: dict[str, list[Cost]] = {name: [] for name in names}
     for i in range(number):
         start = i % len(names)
         for name in names[start:] + names[:start]:
@@ -86,8 +97,8 @@ def rounds(sides: Mapping[str, Callable[[], float]], number: int) -> dict[str, l
 
 
 def pairs(
-    ours: Callable[[], float], theirs: Callable[[], float], number: int
-) -> tuple[list[float], list[float]]:
+    ours: Callable[[], Cost], theirs: Callable[[], Cost], number: int
+) -> tuple[list[Cost], list[Cost]]:
     """Two sides, measured in turn."""
     took = rounds({"ours": ours, "theirs": theirs}, number)
     return took["ours"], took["theirs"]
@@ -95,9 +106,31 @@ def pairs(
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
     """The slope of cost against size on log axes: 1 grows with the size, 0 does not grow."""
-    from math import log
+    logs = [[math.log(value) for value in axis] for axis in (sizes, costs)]
+    return statistics.linear_regression(*logs).slope
 
-    return statistics.linear_regression(list(map(log, sizes)), list(map(log, costs))).slope
+
+def on_log_axes(
+    sizes: Sequence[int], sides: Mapping[str, Sequence[float]], width: int = 40
+) -> list[str]:
+    """Seconds against sizes, as a plot of text whose axes are logarithmic: a line for each
+    doubling of the size, a mark for each side."""
+    costs = [cost for side in sides.values() for cost in side]
+    low = math.log(min(costs))
+    scale = (width - 1) / (math.log(max(costs)) - low)
+    marks = dict(zip(sides, "ox*+", strict=False))
+    lines = [", ".join(f"{mark} {name}" for name, mark in marks.items())]
+    size = sizes[0]
+    while size <= sizes[-1]:
+        plot, said = [" "] * width, ""
+        if size in sizes:
+            here = {name: side[sizes.index(size)] for name, side in sides.items()}
+            for name, cost in here.items():
+                plot[round((math.log(cost) - low) * scale)] = marks[name]
+            said = ", ".join(with_unit(cost) for cost in here.values())
+        lines.append(f"{size:>9} |{''.join(plot)}| {said}".rstrip())
+        size *= 2
+    return lines
 
 
 def is_here(module: str) -> bool:
@@ -172,6 +205,6 @@ def as_rst(rows: Sequence[Ratio]) -> str:
     return "\n".join([rule, body[0], rule, *body[1:], rule])
 
 
-def report(rows: Sequence[Ratio], lines: Sequence[str] = ()) -> None:
+def report(found: Findings) -> None:
     """Print the table of ratios, what is to be said of them, and the machine."""
-    print(as_text(rows), *lines, f"\n{machine()}", sep="\n", flush=True)
+    print(as_text(found.rows), *found.lines, f"\n{machine()}", sep="\n", flush=True)

@@ -9,7 +9,15 @@ from typing import Any
 
 from distctx.exceptions import LayoutError
 
-__all__ = ["as_int", "as_names", "as_shape", "default_dim_names", "divisors", "is_sequence"]
+__all__ = [
+    "are_names",
+    "as_int",
+    "as_names",
+    "as_shape",
+    "default_dim_names",
+    "divisors",
+    "is_sequence",
+]
 
 
 def as_int(value: Any, what: str, error: type[Exception] = LayoutError) -> int:
@@ -20,6 +28,12 @@ def as_int(value: Any, what: str, error: type[Exception] = LayoutError) -> int:
     except TypeError:
         pass
     raise error(f"{what} must be an int, got {value!r} ({type(value).__name__}).")
+
+
+def are_names(dims: tuple[Any, ...]) -> bool:
+    """Whether what is known of ``dims`` may be kept under them: a number equals others, as 1 does
+    True, which is no dim."""
+    return all(type(dim) is str for dim in dims)
 
 
 def is_sequence(value: Any) -> bool:

@@ -6,10 +6,11 @@ import contextlib
 import enum
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
+from distctx.arguments import are_names
 from distctx.exceptions import RuntimeStateError
 from distctx.layout import Dim
 from distctx.settings import Settings
@@ -43,8 +44,8 @@ class Opened(Settings):
 
     _state: State = attrs.field(init=False, default=State.UNOPENED)
     _hold: Hold | None = attrs.field(init=False, default=None)
-    _submeshes: dict[tuple[Dim, ...], Any] = attrs.field(init=False, factory=dict)
-    _groups: dict[tuple[Dim, ...], Any] = attrs.field(init=False, factory=dict)
+    _submeshes: dict[tuple[Dim, ...], DeviceMesh] = attrs.field(init=False, factory=dict)
+    _groups: dict[tuple[Dim, ...], ProcessGroup] = attrs.field(init=False, factory=dict)
 
     @property
     def state(self) -> State:
@@ -99,10 +100,14 @@ class Opened(Settings):
             RuntimeStateError: not open.
             RendezvousError: and its kinds, as for ``mesh``.
         """
-        found = self._submeshes.get(dims)
-        if found is None:
-            cache = self._built(f"submesh({_listed(dims)})")
-            found = self._submeshes[dims] = cache.submesh(self.layout.in_order(dims))
+        try:
+            return self._submeshes[dims]
+        except (KeyError, TypeError):  # no list is a key, nor a dim
+            pass
+        cache = self._built(f"submesh({_listed(dims)})")
+        found = cache.submesh(self.layout.in_order(dims))
+        if are_names(dims):
+            self._submeshes[dims] = found
         return found
 
     def group(self, *dims: Dim) -> ProcessGroup:
@@ -114,13 +119,16 @@ class Opened(Settings):
             RuntimeStateError: not open.
             RendezvousError: and its kinds, as for ``mesh``.
         """
-        found = self._groups.get(dims)
-        if found is None:
-            cache = self._built(f"group({_listed(dims)})")
-            found = cache.group(self.layout.in_order(dims)) if dims else self._life("group").group
+        try:
+            return self._groups[dims]
+        except (KeyError, TypeError):  # no list is a key, nor a dim
+            pass
+        cache = self._built(f"group({_listed(dims)})")
+        found: ProcessGroup
+        found = cache.group(self.layout.in_order(dims)) if dims else self._life("group").group
+        if are_names(dims):
             self._groups[dims] = found
-        group: ProcessGroup = found
-        return group
+        return found
 
     # Waiting for each other.
 

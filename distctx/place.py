@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from distctx.arguments import default_dim_names
+from distctx.arguments import are_names, default_dim_names
 from distctx.exceptions import LayoutError
 from distctx.layout import (
     DATA_PARALLEL_DIMS,
@@ -81,6 +81,7 @@ class Place:
     coordinate: tuple[int, ...]
     dp_partition: Partition | None
     tp_size: int
+    _indices: dict[tuple[Dim, ...], int] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def of(cls, rank: int, layout: MeshLayout, parallelism: Parallelism) -> Place:
@@ -98,6 +99,21 @@ class Place:
         tp_size = layout.shape[tp_dim] if tp_dim is not None else 1
         coordinate = layout.coordinate(rank)
         return cls(rank, layout, parallelism, coordinate, partition, tp_size)
+
+    def index(self, *dims: Dim) -> int:
+        """The rank's index in its group along ``dims``; remembered where they are named.
+
+        Raises:
+            LayoutError: no such dim.
+        """
+        try:
+            return self._indices[dims]
+        except (KeyError, TypeError):  # no list is a key, nor a dim
+            pass
+        index = self.layout.index(self.rank, *dims)
+        if are_names(dims):
+            self._indices[dims] = index
+        return index
 
     def seen_from(self, rank: int) -> Place:
         """The place of another rank in the same layout."""

@@ -182,7 +182,7 @@ class Settings:
     @property
     def coordinate(self) -> tuple[int, ...]:
         """This rank's index along each dim. Talks to nobody; there before opening too."""
-        return self._known_place().coordinate
+        return (self._place or self._known_place()).coordinate
 
     def size(self, *dims: Dim) -> int:
         """The number of ranks in a group along ``dims``; no dims: the world. Talks to nobody."""
@@ -191,7 +191,7 @@ class Settings:
     def index(self, *dims: Dim) -> int:
         """This rank's index in its group along ``dims``; several dims count as one, row-major in
         the order given; no dims: the rank. Talks to nobody."""
-        return self.layout.index(self.rank, *dims)
+        return (self._place or self._known_place()).index(*dims)
 
     def ranks(self, *dims: Dim) -> tuple[int, ...]:
         """The ranks of this rank's group along ``dims``; no dims: all. Talks to nobody."""

@@ -232,6 +232,20 @@ def test_this_torch_makes_named_groups():
         assert _torch.names_groups()
 
 
+@pytest.mark.parametrize("ask", ["submesh", "group", "index", "size", "ranks"])
+@pytest.mark.parametrize("dim", [["dp"], {}, True, 1.0, None, "x"], ids=repr)
+def test_what_is_no_dim_is_refused_whatever_was_asked_before(ask, dim):
+    """Answers are remembered, but not for what merely equals a dim, or cannot be a key."""
+    with DistributedRuntime.simulate(
+        5, 8, mesh_shape=(2, 2, 2), mesh_dim_names=("pp", "dp", "tp")
+    ) as rt:
+        for known in ("dp", 1, "dp", 1, -2):
+            assert getattr(rt, ask)(known) == getattr(rt, ask)("dp")
+        for _ in range(2):
+            with pytest.raises(LayoutError, match="dim"):
+                getattr(rt, ask)(dim)
+
+
 def test_dims_out_of_mesh_order_are_refused():
     """Several dims of a mesh must come in its order; the error gives the order."""
     with DistributedRuntime(mesh_shape=(1, 1), mesh_dim_names=NAMES) as rt:
