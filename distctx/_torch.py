@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import sys
 from collections.abc import Sequence
@@ -56,17 +57,22 @@ def names_groups() -> bool:
     It cannot where torch's helper has changed, where the default group makes its sub-groups itself,
     or where an accelerator is bound to it: then torch splits the group, which is faster still.
     """
-    helper: Any = getattr(c10d, "_new_process_group_helper", None)
     world = getattr(c10d, "_world", None)
-    if helper is None or not hasattr(world, "pg_group_ranks") or not hasattr(world, "pg_map"):
+    if not hasattr(world, "pg_group_ranks") or not hasattr(world, "pg_map"):
         return False
     group = dist.group.WORLD
     return (
-        set(inspect.signature(helper).parameters) >= _HELPER_NEEDS
+        _parameters(getattr(c10d, "_new_process_group_helper", None)) >= _HELPER_NEEDS
         and getattr(group, "bound_device_id", None) is None
-        and "mesh_dim_names" in inspect.signature(device_mesh.DeviceMesh.from_group).parameters
+        and "mesh_dim_names" in _parameters(device_mesh.DeviceMesh.from_group)
         and not hasattr(group, "new_group")
     )
+
+
+@functools.cache
+def _parameters(function: Any) -> frozenset[str]:
+    """The names of what a function takes; none where there is no such function."""
+    return frozenset(inspect.signature(function).parameters if function else ())
 
 
 def named_group(ranks: Sequence[int], name: str, timeout: timedelta, description: str) -> Any:
@@ -80,8 +86,7 @@ def named_group(ranks: Sequence[int], name: str, timeout: timedelta, description
     world: Any = dist.group.WORLD
     backend, store = c10d._world.pg_map[world]
     helper: Any = c10d._new_process_group_helper
-    parameters = inspect.signature(helper).parameters
-    extra = {"group_desc": description} if "group_desc" in parameters else {}
+    extra = {"group_desc": description} if "group_desc" in _parameters(helper) else {}
     group, _ = helper(
         group_size=len(ranks),
         group_rank=list(ranks).index(world.rank()),

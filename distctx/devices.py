@@ -7,13 +7,17 @@ import inspect
 import os
 import socket
 from collections.abc import Iterator
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from distctx import _torch
 from distctx.exceptions import LaunchEnvironmentError
+
+if TYPE_CHECKING:
+    from distctx.stores import Store
 
 __all__ = [
     "as_device",
@@ -24,6 +28,7 @@ __all__ = [
     "default_backend",
     "device_type_of",
     "gloo_on_loopback",
+    "gloo_reads_at_once",
     "same_backend",
     "use_device",
 ]
@@ -192,12 +197,34 @@ def gloo_on_loopback() -> Iterator[None]:
 
     gloo listens even in a world of 1, and takes its interface from the environment only.
     """
-    name = "GLOO_SOCKET_IFNAME"
     loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
-    if name in os.environ or loopback is None:
+    with _told_gloo("GLOO_SOCKET_IFNAME", loopback):
+        yield
+
+
+@contextlib.contextmanager
+def gloo_reads_at_once(store: Store | None, timeout: timedelta) -> Iterator[None]:
+    """Let the gloo groups made in this block read all addresses in one go, unless the user decided.
+
+    gloo asks the store for its ranks one by one, three requests each, unless its environment says
+    that the store can tell many at once. A store that cannot is asked as ever. Then gloo waits for
+    as long as the store does, not the group: ``timeout``, here.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_told_gloo("GLOO_ENABLE_STORE_V2_API", "1"))
+        if store is not None:
+            undo.callback(store.set_timeout, store.timeout)
+            store.set_timeout(timeout)
+        yield
+
+
+@contextlib.contextmanager
+def _told_gloo(name: str, value: str | None) -> Iterator[None]:
+    """A variable for the gloo groups made in this block, unless it is set already."""
+    if name in os.environ or value is None:
         yield
         return
-    os.environ[name] = loopback
+    os.environ[name] = value
     try:
         yield
     finally:

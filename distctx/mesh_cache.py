@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distctx import _torch
+from distctx.devices import gloo_reads_at_once
 from distctx.layout import MeshLayout
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ class MeshCache:
         with self.world.meeting(purpose, wants, self.rendezvous_timeout) as token:
             before = len(self._made)
             try:
-                yield token
+                with gloo_reads_at_once(self.world.store, self.timeout):
+                    yield token
             except BaseException:
                 made, self._made = self._made[before:], self._made[:before]
                 _torch.end_groups(made, abort=False)

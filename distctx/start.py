@@ -21,6 +21,7 @@ from distctx.devices import (
     default_backend,
     device_type_of,
     gloo_on_loopback,
+    gloo_reads_at_once,
     same_backend,
     use_device,
 )
@@ -99,7 +100,10 @@ def make(request: Request, environment: LaunchEnvironment, layout: MeshLayout) -
             if binds_device(backend, device):
                 arguments["device_id"] = device
             undo.enter_context(use_device(device))
-            with gloo_on_loopback() if environment.world_size == 1 else contextlib.nullcontext():
+            with contextlib.ExitStack() as told:
+                if environment.world_size == 1:
+                    told.enter_context(gloo_on_loopback())
+                told.enter_context(gloo_reads_at_once(store, rendezvous_timeout))
                 _init(meeting.token if meeting else secrets.token_hex(4), arguments, undo)
         except Exception as error:
             if meeting is None:
@@ -152,7 +156,6 @@ def _meet_to_start(
     """The meeting before a world is made, and the place of its store in words."""
     if request.store is None:
         store, place = open_store(environment, request.init_method, rendezvous_timeout)
-        store.set_timeout(rendezvous_timeout)  # for what torch waits for in it, until it is through
     else:
         store, place = request.store, f"the {type(request.store).__name__} that was given"
     meeting = meet(
