@@ -24,12 +24,14 @@ class Meeting(NamedTuple):
     Attributes:
         token: a word of this meeting alone, the same on every rank.
         store: the room; each meeting's keys are apart from every other's.
+        number: the room's; the next meeting's is likely the next.
         local: this rank's place among the ranks of its host, and how many they are; None where
             nobody asked.
     """
 
     token: str
     store: Store
+    number: int
     local: tuple[int, int] | None = None
 
     def report_built(self) -> None:

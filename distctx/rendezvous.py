@@ -3,8 +3,12 @@
 Every start of a world, and every first touch of a mesh, is a *room*: a prefix in the store. Rank 0
 opens a room under a fresh number kept in the store, the others follow the newest. A rank arrives
 once, under its own key, and counts itself by what it wants; so one number tells whether all are
-there and agree. A room is settled once, for all, by ``compare_set`` on its verdict: rank 0 says go
-or disagree, and any rank may give up when its time is over. A settled room is never joined.
+there and agree. A room is settled once, for all, by ``compare_set`` on its verdict: who comes last
+says go, rank 0 disagree, and any rank may give up when its time is over. A settled room is never
+joined.
+
+The others look at the verdict again and again, rather than to let torch wait for it: a wait of
+torch's that times out writes two warnings.
 """
 
 from __future__ import annotations
@@ -54,8 +58,9 @@ _FARTHEST = 64
 #: How a meeting can end well; and a room that a guest has left for a newer one.
 _GO, _LEFT = "go", "left"
 
-#: How a rank stands to the newest room: not in it; in it; kept out, since its rank is taken there.
-_OUTSIDE, _INSIDE, _REFUSED = "outside", "inside", "refused"
+#: How a rank stands to the newest room: not in it; in it; in it, as the last of those who all want
+#: the same; kept out, since its rank is taken there.
+_OUTSIDE, _INSIDE, _LAST, _REFUSED = "outside", "inside", "last", "refused"
 
 
 def meet(
@@ -68,6 +73,7 @@ def meet(
     place: str,
     purpose: str,
     need_local: bool = False,
+    expected: int = 0,
 ) -> Meeting:
     """Wait until all ranks have arrived and agree. Talks to every rank through ``store``.
 
@@ -80,6 +86,8 @@ def meet(
         place: where that is, in words, for the errors.
         purpose: for what, in words, for the errors.
         need_local: also find out which rank of its host this is.
+        expected: the number of the room that is likely to be next, which spares the others a
+            question and the wait for rank 0 to open it; 0: not known.
 
     Raises:
         RankDisagreementError: all came, but do not want the same; raised on every rank.
@@ -87,7 +95,7 @@ def meet(
         RendezvousError: two processes claim one rank, or the store is lost.
     """
     wants = {"world_size": world_size, **wants}
-    guest = _Guest(store, rank, world_size, wants, timeout, place, purpose, need_local)
+    guest = _Guest(store, rank, world_size, wants, timeout, place, purpose, need_local, expected)
     bound = timeout.total_seconds() + _ANSWER
     try:
         return run_bounded(guest.meet, bound, guest.cancelled.set)
@@ -123,7 +131,10 @@ class _Guest:
     place: str
     purpose: str
     need_local: bool
+    expected: int
 
+    #: The room that this rank came to last.
+    number: int = attrs.field(init=False, default=0)
     progress: Progress = attrs.field(init=False)
     absent: tuple[int, str] | None = attrs.field(init=False, default=None)
     cancelled: threading.Event = attrs.field(init=False, factory=threading.Event)
@@ -150,49 +161,59 @@ class _Guest:
 
     def open_room(self) -> Meeting:
         """Rank 0's way: open a room, wait until all are in it, settle it."""
-        number = self.lobby.add("rooms", 1)
-        room = self._room(number)
-        self._arrive(room)
+        while True:
+            self.number = self.lobby.add("rooms", 1)
+            room = self._room(self.number)
+            if peek(room, "verdict") is None:
+                break  # else the others had come, and given up
+        if self._arrive(room) == _LAST:
+            return self._settle(room, _GO)
         disagreed_at = 0.0
         pauses = backoff()
         while True:
             pause = next(pauses)
-            if room.add(self.want_key, 0) >= self.world_size:
+            self._sleep(pause)
+            if verdict := peek(room, "verdict"):
+                return self._obey(room, verdict)
+            if pause < _CALM and self._left() > 0:
+                continue
+            # In this order: a rank counts what it wants before it counts itself.
+            arrived = room.add("arrived", 0)
+            alike = room.add(self.want_key, 0)
+            if alike >= self.world_size:  # the last one has ended before it could say so
                 return self._settle(room, _GO)
-            now = time.monotonic()
-            if pause >= _CALM or self._left() <= 0:
-                # In this order: a rank counts what it wants before it counts itself.
-                arrived = room.add("arrived", 0)
-                if arrived > room.add(self.want_key, 0) and self._cards_differ(room):
-                    disagreed_at = disagreed_at or now
-                    if arrived >= self.world_size or now > disagreed_at + _GRACE:
-                        return self._settle(room, DISAGREE)
-                if self.lobby.add("rooms", 0) != number:
-                    raise self._superseded()
-                if peek(room, "twice"):
-                    return self._settle(room, TWICE)
-                if verdict := peek(room, "verdict"):
-                    return self._obey(room, verdict)
-                if self.progress.is_due():
-                    self.progress.tell(self._absent(room, arrived), self.purpose, aloud=True)
+            if arrived > alike and self._cards_differ(room):
+                disagreed_at = disagreed_at or time.monotonic()
+                if arrived >= self.world_size or time.monotonic() > disagreed_at + _GRACE:
+                    return self._settle(room, DISAGREE)
+            if self.lobby.add("rooms", 0) != self.number:
+                raise self._superseded()
+            if peek(room, "twice"):
+                return self._settle(room, TWICE)
             if self._left() <= 0:
                 return self._settle(room, GAVE_UP)
-            self._sleep(pause)
+            if self.progress.is_due():
+                self.progress.tell(self._absent(room, arrived), self.purpose, aloud=True)
 
     def find_room(self) -> Meeting:
         """Every other rank's way: follow the newest room, arrive in it, wait for its verdict."""
-        number, room, standing = 0, self._room(0), _OUTSIDE
+        room, standing = self._room(0), _OUTSIDE
+        newest, opened = self.expected, 0
         pauses = backoff()
         while True:
             pause = next(pauses)
-            looks_around = standing == _OUTSIDE or pause >= _CALM or self._left() <= 0
-            newest = self.lobby.add("rooms", 0) if looks_around else number
-            if newest != number:
+            is_stale = newest == self.number  # nothing is known of a newer one
+            if is_stale and (standing == _OUTSIDE or pause >= _CALM or self._left() <= 0):
+                opened = self.lobby.add("rooms", 0)
+                newest = max(self.number, opened)
+            if newest != self.number:
                 if standing != _OUTSIDE and (verdict := self._leave(room, standing)):
                     return self._obey(room, verdict, standing)
-                number, room, standing = newest, self._room(newest), _OUTSIDE
+                self.number, room, standing = newest, self._room(newest), _OUTSIDE
                 if peek(room, "verdict") is None:
-                    standing = _INSIDE if self._arrive(room) else _REFUSED
+                    standing = self._arrive(room)
+                if standing == _LAST:
+                    return self._settle(room, _GO)
             verdict = peek(room, "verdict") if standing != _OUTSIDE else None
             if verdict and verdict != _LEFT:
                 return self._obey(room, verdict, standing)
@@ -201,10 +222,11 @@ class _Guest:
                     raise self._not_let_in(room)
                 return self._settle(room, GAVE_UP if standing == _INSIDE else TWICE, standing)
             if self.progress.is_due():
-                whom = "all ranks" if standing == _INSIDE else "rank 0"
+                is_in = standing == _INSIDE and opened >= self.number
+                whom = "all ranks" if is_in else "rank 0"
                 what_for = f"{self.purpose}, as rank {self.rank} at {self.place}"
                 # Who is absent is rank 0's to say; where it is rank 0, the next one says it.
-                self.progress.tell(whom, what_for, aloud=standing != _INSIDE and self.rank == 1)
+                self.progress.tell(whom, what_for, aloud=not is_in and self.rank == 1)
             self._sleep(pause)
 
     def _leave(self, room: Store, standing: str) -> str | None:
@@ -231,20 +253,21 @@ class _Guest:
             raise KeyboardInterrupt
         time.sleep(max(0.0, min(pause, self._left())))
 
-    def _arrive(self, room: Store) -> bool:
-        """Take this rank's place; False where another process has it, who is told of that."""
+    def _arrive(self, room: Store) -> str:
+        """Take this rank's place, unless another process has it, who is told of that. Returns how
+        this rank stands to the room then."""
         self.arrival.pop_all()
         if room.compare_set(f"rank/{self.rank}", "", self.card).decode() != self.card:
             room.set("twice", self.card)
-            return False
+            return _REFUSED
         self.arrival.callback(room.delete_key, f"rank/{self.rank}")
         if self.need_local:
             room.set("need_local", "1")
-        room.add(self.want_key, 1)
+        alike = room.add(self.want_key, 1)
         self.arrival.callback(room.add, self.want_key, -1)
         room.add("arrived", 1)
         self.arrival.callback(room.add, "arrived", -1)
-        return True
+        return _LAST if alike >= self.world_size else _INSIDE
 
     # How it ends: one rank settles the room, the others obey.
 
@@ -266,7 +289,8 @@ class _Guest:
             raise self._superseded() if self.rank == 0 else self._not_let_in(room)
         if kind == _GO:
             local = peek(room, f"local/{self.rank}") if self.need_local else None
-            return Meeting(token, room, tuple(json.loads(local)) if local else None)
+            place = tuple(json.loads(local)) if local else None
+            return Meeting(token, room, self.number, place)
         report = self._read_report(room)
         raise failure(kind, report, self.purpose, self.place, self.world_size)
 

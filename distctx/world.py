@@ -62,6 +62,8 @@ class World:
     others_wait: str = attrs.field(init=False, default="")
     #: Lets go of those who wait at a breakpoint, if any do.
     leave: Callable[[], None] = attrs.field(init=False, default=lambda: None)
+    #: The number of the last room in which the ranks met after the start.
+    _met: int = attrs.field(init=False, default=0)
     to_be_read: list[tuple[Store, str, int]] = attrs.field(init=False, factory=list)
     _holds: list[Hold] = attrs.field(init=False, factory=list)
     _caches: dict[tuple[Any, ...], MeshCache] = attrs.field(init=False, factory=dict)
@@ -108,7 +110,9 @@ class World:
             timeout,
             place=self.place,
             purpose=purpose,
+            expected=self._met + 1,
         )
+        self._met = here.number
         try:
             yield here.token
         except Exception as error:

@@ -334,14 +334,14 @@ def test_a_count_is_waited_for_in_bounds() -> None:
     """A count that is reached ends the wait; one that is not ends with its bound."""
     store = dist.HashStore()
     assert not wait_for_count(store, "built", 1, time.monotonic() + 0.1)
-    Meeting("word", store).report_built()  # returns before the store knows
+    Meeting("word", store, 1).report_built()  # returns before the store knows
     assert wait_for_count(store, "built", 1, time.monotonic() + 10)
     assert wait_for_count(store, "built", 1, time.monotonic())
 
 
 def test_why_the_others_could_not_build_is_told() -> None:
     """A rank that fails after the meeting says why, and the others' error names it."""
-    meeting = Meeting("word", dist.HashStore())
+    meeting = Meeting("word", dist.HashStore(), 1)
     meeting.report_failure(1, ValueError("no device"))
     meeting.report_failure(2, ValueError("later"))
     error = meeting.not_built("the group", RuntimeError("wait timeout"))
