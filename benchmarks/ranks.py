@@ -117,7 +117,10 @@ def kept_store(environ: dict[str, str]) -> tuple[dict[str, Any], Any]:
 
 
 def counting_store(inner: Any) -> Any:
-    """A store that hands all on to ``inner``, and counts the requests by key."""
+    """A store that hands all on to ``inner``, a TCPStore, and counts the requests by key.
+
+    Reading waits for the key first: that makes two requests at the server.
+    """
     import torch.distributed as dist
 
     class Counting(dist.Store):
@@ -130,7 +133,7 @@ def counting_store(inner: Any) -> Any:
             inner.set(key, value if isinstance(value, (str, bytes)) else bytes(value))
 
         def get(self, key: str) -> bytes:
-            self.requests[key] += 1
+            self.requests[key] += 2
             return bytes(inner.get(key))
 
         def add(self, key: str, value: int) -> int:
@@ -144,5 +147,12 @@ def counting_store(inner: Any) -> Any:
         def wait(self, keys: list[str], *timeout: timedelta) -> None:
             self.requests[keys[0]] += 1
             inner.wait(keys, *timeout)
+
+        def has_extended_api(self) -> bool:
+            return True
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            self.requests[keys[0]] += 2
+            return [bytes(value) for value in inner.multi_get(keys)]
 
     return Counting()

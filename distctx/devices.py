@@ -213,7 +213,8 @@ def gloo_reads_at_once(store: Store | None, timeout: timedelta) -> Iterator[None
     with contextlib.ExitStack() as undo:
         undo.enter_context(_told_gloo("GLOO_ENABLE_STORE_V2_API", "1"))
         if store is not None:
-            undo.callback(store.set_timeout, store.timeout)
+            untyped: Any = store  # torch's types do not know its timeout
+            undo.callback(store.set_timeout, untyped.timeout)
             store.set_timeout(timeout)
         yield
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distctx import LaunchEnvironmentError, devices
+from distctx import DistributedRuntime, LaunchEnvironmentError, devices
 
 
 class Accelerator(SimpleNamespace):
@@ -158,3 +160,76 @@ def test_the_backend_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 def test_when_a_group_has_the_backend_that_was_asked_for(wanted: str, got: str, same: bool) -> None:
     """A group is what was asked for where it has that backend for every device that was named."""
     assert devices.same_backend(wanted, got) == same
+
+
+def test_gloo_is_told_that_the_store_can_tell_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the block only, and for as long as the group may wait, not the store; then all is as it
+    was, after an error too."""
+    name = "GLOO_ENABLE_STORE_V2_API"
+    monkeypatch.delenv(name, raising=False)
+    store, before, within = dist.HashStore(), timedelta(seconds=77), timedelta(seconds=5)
+    store.set_timeout(before)
+
+    def build() -> None:
+        with devices.gloo_reads_at_once(store, within):
+            assert (os.environ[name], store.timeout) == ("1", within)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        build()
+    assert name not in os.environ
+    assert store.timeout == before
+
+
+def test_who_decided_how_gloo_reads_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is set stays as it is."""
+    monkeypatch.setenv("GLOO_ENABLE_STORE_V2_API", "0")
+    with devices.gloo_reads_at_once(None, timedelta(seconds=5)):
+        assert os.environ["GLOO_ENABLE_STORE_V2_API"] == "0"
+    assert os.environ["GLOO_ENABLE_STORE_V2_API"] == "0"
+
+
+@pytest.mark.parametrize("at_once", ["0", None])
+def test_gloo_reads_its_ranks_in_one_go(
+    at_once: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real group asks the store once for all, where it is told so, and one by one where not."""
+    if at_once is None:
+        monkeypatch.delenv("GLOO_ENABLE_STORE_V2_API", raising=False)
+    else:
+        monkeypatch.setenv("GLOO_ENABLE_STORE_V2_API", at_once)
+    asked = []
+
+    class Noting(dist.Store):
+        """As much of a store as a world of one needs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = dist.HashStore()
+
+        def set(self, key: str, value: Any) -> None:
+            self.inner.set(key, value if isinstance(value, (str, bytes)) else bytes(value))
+
+        def compare_set(self, key: str, expected: str, value: str) -> bytes:
+            return bytes(self.inner.compare_set(key, expected, value))
+
+        def add(self, key: str, value: int) -> int:
+            return self.inner.add(key, value)
+
+        def wait(self, keys: list[str], *timeout: timedelta) -> None:
+            self.inner.wait(keys, *timeout)
+
+        def get(self, key: str) -> bytes:
+            asked.append("get")
+            return bytes(self.inner.get(key))
+
+        def has_extended_api(self) -> bool:
+            return True
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            asked.append("multi_get")
+            return [bytes(value) for value in self.inner.multi_get(keys)]
+
+    with DistributedRuntime("gloo", store=Noting(), rank=0, world_size=1) as rt:
+        assert rt.world_size == 1
+    assert asked == (["multi_get"] if at_once is None else ["get"])

@@ -25,7 +25,7 @@ from distctx import (
     stores,
 )
 from distctx.meeting import Meeting
-from distctx.rendezvous import meet
+from distctx.rendezvous import _Guest, meet
 from distctx.stores import peek, wait_for_count
 
 
@@ -54,7 +54,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Any) -> dist.Store:
 
 
 def come(
-    store: dist.Store, rank: int, world_size: int, seconds: float = 20.0, **wants: Any
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    seconds: float = 20.0,
+    expected: int = 0,
+    **wants: Any,
 ) -> Meeting:
     """One rank comes to meet."""
     return meet(
@@ -66,6 +71,7 @@ def come(
         place="the test",
         purpose="to test",
         need_local=wants.pop("need_local", False),
+        expected=expected,
     )
 
 
@@ -265,6 +271,76 @@ def test_an_interrupted_wait_takes_its_arrival_back(rank: int) -> None:
     assert peek(room, f"rank/{rank}") is None
     met = together(*(lambda r=r: come(store, r, 2) for r in range(2)))
     assert met[0].token == met[1].token
+
+
+def test_who_comes_last_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank lets all go; nobody waits until rank 0 looks again."""
+    store, settled, settle = dist.HashStore(), [], _Guest._settle
+
+    def noted(guest: _Guest, *args: Any) -> Meeting:
+        settled.append(guest.rank)
+        return settle(guest, *args)
+
+    monkeypatch.setattr(_Guest, "_settle", noted)
+    monkeypatch.setattr("distctx.rendezvous._CALM", 10.0)  # so that rank 0 counts nobody
+    room = dist.PrefixStore("1", store)
+
+    def after(number: int, rank: int) -> Meeting:
+        assert wait_until(lambda: room.add("arrived", 0) == number)
+        return come(store, rank, 3)
+
+    met = together(lambda: after(0, 0), lambda: after(1, 2), lambda: after(2, 1))
+    assert len({one.token for one in met}) == 1
+    assert settled == [1]
+
+
+def test_where_the_last_to_come_ends_before_it_settles_rank_0_does() -> None:
+    """All have come, and the one who should have said so is gone: rank 0 counts them."""
+    store = dist.HashStore()
+    room = dist.PrefixStore("1", store)
+
+    def end() -> str:
+        assert wait_until(lambda: room.add("arrived", 0) == 1)
+        guest = _Guest(store, 1, 2, {"world_size": 2}, timedelta(seconds=20), "", "", False, 1)
+        return guest._arrive(room)  # and no more
+
+    met, standing = together(lambda: come(store, 0, 2), end)
+    assert standing == "last"
+    assert met.token
+
+
+def test_a_room_that_is_expected_is_not_waited_for(store: dist.Store) -> None:
+    """Who expects a room is in it before rank 0 opens it, and is met there."""
+    room = dist.PrefixStore("1", store)
+
+    def open_it() -> Meeting:
+        assert wait_until(lambda: room.add("arrived", 0) == 2)
+        assert store.add("rooms", 0) == 0
+        return come(store, 0, 3)
+
+    met = together(open_it, *(lambda r=r: come(store, r, 3, expected=1) for r in (1, 2)))
+    assert len({one.token for one in met}) == 1
+    assert {one.number for one in met} == {1}
+
+
+def test_what_is_expected_may_be_wrong(store: dist.Store) -> None:
+    """A room that is over is not joined, and one that rank 0 passes over is left."""
+    together(*(lambda r=r: come(store, r, 2) for r in range(2)))
+    met = together(lambda: come(store, 0, 2), lambda: come(store, 1, 2, expected=1))
+    assert [one.number for one in met] == [2, 2]
+    store.add("rooms", 1)  # opened by a rank 0 that was interrupted
+    met = together(lambda: come(store, 0, 2), lambda: come(store, 1, 2, expected=3))
+    assert [one.number for one in met] == [4, 4]
+
+
+def test_without_rank_0_those_in_an_expected_room_name_all_who_are_missing() -> None:
+    """They were there before rank 0, so they know; and rank 0 does not join what they gave up."""
+    store = dist.HashStore()
+    errors = together(*(lambda r=r: come(store, r, 4, 0.3, expected=1) for r in (1, 2)))
+    assert [type(error) for error in errors] == [RendezvousTimeoutError] * 2
+    assert [error.missing_ranks for error in errors] == [(0, 3)] * 2
+    met = together(*(lambda r=r: come(store, r, 4, expected=min(r, 1)) for r in range(4)))
+    assert [one.number for one in met] == [2] * 4
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 32])
