@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from distctx.debug import RankHere, ranks_here
-from launch import clean_environment
+from launch import clean_environment, without_gloo
 
 HEAD = """
 import os, signal, sys, threading, time
@@ -85,7 +85,7 @@ class Job:
 
     def output(self, rank: int, stream: str) -> str:
         """What a rank has said so far."""
-        return (self.folder / f"{rank}.{stream}").read_text()
+        return without_gloo((self.folder / f"{rank}.{stream}").read_text())
 
     def _until(self, is_so: Callable[[], bool], what: str, within: float = 60) -> None:
         end = time.monotonic() + within

@@ -24,12 +24,18 @@ HERE = Path(__file__).parent
 #: What a launcher may have set around the test run, and must not reach a test's own ranks.
 LAUNCH_VARIABLES = known_variables()
 
+#: What gloo of torch 2.8 and 2.9 writes at every start, in pieces between which others may write.
+_GLOO_PIECES = (
+    r"\[Gloo\] Rank ", r"\d+", r" is connected to ", r"\d+", r" peer ranks\. ",
+    r"Expected number of connected peer ranks is : ", r"\d+", r"\n?",
+)  # fmt: skip
+_GLOO_LINE = re.compile("".join(_GLOO_PIECES))
+_GLOO_LINES = re.compile(rf"{_GLOO_PIECES[0]}(?:{'|'.join(_GLOO_PIECES[:-1])}|\n)*")
 
-#: What gloo of torch 2.8 and 2.9 writes at every start.
-GLOO_LINE = re.compile(
-    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
-    r"Expected number of connected peer ranks is : \d+\n?"
-)
+
+def without_gloo(text: str) -> str:
+    """What ranks wrote, without what gloo wrote between."""
+    return _GLOO_LINES.sub("", _GLOO_LINE.sub("", text))
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -71,7 +77,7 @@ def run(
         timeout=timeout,
         check=False,
     )
-    done.stdout, done.stderr = (GLOO_LINE.sub("", text) for text in (done.stdout, done.stderr))
+    done.stdout, done.stderr = map(without_gloo, (done.stdout, done.stderr))
     return done
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from distctx import MeshLayout
-from launch import clean_environment, lacks, torchrun
+from launch import clean_environment, lacks, torchrun, without_gloo
 
 WHERE = """
 import json, os, sys
@@ -72,7 +72,7 @@ class Launch:
         if any(state != 0 for state in states):
             said = "\n".join(self._file("err", n).read_text() for n in range(len(states)))
             pytest.fail(f"launchers ended with {states} (None: not within {within:g} s):\n{said}")
-        outputs = [self._file("out", n).read_text() for n in range(len(states))]
+        outputs = [without_gloo(self._file("out", n).read_text()) for n in range(len(states))]
         lines = [[json.loads(line) for line in output.splitlines()] for output in outputs]
         return [sorted(ranks, key=lambda told: told["rank"]) for ranks in lines]
 

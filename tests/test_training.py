@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,11 @@ from train import (
     tensor_parallel,
     train,
 )
+
+#: torch 2.8 refuses to divide tensors along any but the last dim, and what it puts around a group to
+#: look into its collectives cannot gather a DTensor.
+OLD = torch.__version__.startswith("2.8.")
+DETAIL = not OLD
 
 
 def differences(run: Run) -> list[str]:
@@ -45,19 +51,21 @@ def test_ddp_beside_another_dim(distributed_runtime):
     assert differences(spread(distributed_runtime, "ddp")) == []
 
 
-@pytest.mark.distributed(mesh_shape=(4,), mesh_dim_names=("dp",))
+@pytest.mark.distributed(mesh_shape=(4,), mesh_dim_names=("dp",), detail=DETAIL)
 def test_fsdp(distributed_runtime):
     """FSDP2 over the dp sub-mesh does."""
     assert differences(spread(distributed_runtime)) == []
 
 
-@pytest.mark.distributed(mesh_shape=(2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+@pytest.mark.distributed(
+    mesh_shape=(2, 2), mesh_dim_names=("dp_replicate", "dp_shard"), detail=DETAIL
+)
 def test_hsdp(distributed_runtime):
     """HSDP over the sub-mesh of two dims does."""
     assert differences(spread(distributed_runtime)) == []
 
 
-@pytest.mark.distributed(mesh_shape=(4,), mesh_dim_names=("tp",))
+@pytest.mark.distributed(mesh_shape=(4,), mesh_dim_names=("tp",), detail=DETAIL)
 def test_tensor_parallel(distributed_runtime):
     """Tensor parallelism over the tp sub-mesh does, with all the data on every rank, and its
     weights are divided along it."""
@@ -69,21 +77,24 @@ def test_tensor_parallel(distributed_runtime):
     assert differences(spread(distributed_runtime)) == []
 
 
-@pytest.mark.distributed(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
+@pytest.mark.distributed(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"), detail=DETAIL)
 def test_fsdp_and_tensor_parallel(distributed_runtime):
     """FSDP2 × TP on one mesh does."""
     assert differences(spread(distributed_runtime)) == []
 
 
 @pytest.mark.distributed(
-    mesh_shape=(2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"), timeout=90
+    mesh_shape=(2, 2, 2),
+    mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
+    timeout=90,
+    detail=DETAIL,
 )
 def test_hsdp_and_tensor_parallel(distributed_runtime):
     """HSDP × TP on 8 ranks does."""
     assert differences(spread(distributed_runtime)) == []
 
 
-@pytest.mark.distributed(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
+@pytest.mark.distributed(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"), detail=DETAIL)
 def test_activation_checkpointing(distributed_runtime):
     """FSDP2 × TP with every block computed twice does."""
     assert differences(spread(distributed_runtime, recompute=True)) == []
@@ -111,6 +122,10 @@ def test_what_is_wrong_shows(distributed_runtime, wrong):
     if wrong == "group":
         model = DistributedDataParallel(model, process_group=rt.group("tp"))
     elif wrong == "dims":
+        if OLD:
+            with pytest.raises(RuntimeError, match="Found TP device_mesh on the 0 dimension"):
+                tensor_parallel(model, rt.submesh("dp"))
+            return
         tensor_parallel(model, rt.submesh("dp"))
         shard(model, rt.submesh("tp"))
     else:
