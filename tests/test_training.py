@@ -28,8 +28,8 @@ from train import (
     train,
 )
 
-#: torch 2.8 refuses to divide tensors along any but the last dim, and what it puts around a group to
-#: look into its collectives cannot gather a DTensor.
+#: torch 2.8 refuses to divide tensors along any but the last dim, and what it puts around a group
+#: to look into its collectives cannot gather a DTensor.
 OLD = torch.__version__.startswith("2.8.")
 DETAIL = not OLD
 
