@@ -3,9 +3,12 @@
 Every start of a world, and every first touch of a mesh, is a *room*: a prefix in the store. Rank 0
 opens a room under a fresh number kept in the store, the others follow the newest. A rank arrives
 once, under its own key, and counts itself by what it wants; so one number tells whether all are
-there and agree. A room is settled once, for all, by ``compare_set`` on its verdict: who comes last
-says go, rank 0 disagree, and any rank may give up when its time is over. A settled room is never
-joined.
+there and agree. A room is settled once, for all, by ``compare_set`` on its verdict: rank 0 says go
+or disagree, and any rank may give up when its time is over. A settled room is never joined.
+
+That nobody but rank 0 says go is what keeps out the dead: a rank that was started again may come to
+a room of those who waited for it in vain and are gone, and would be the last of all there. Rank 0,
+started again, is in another.
 
 The others look at the verdict again and again, rather than to let torch wait for it: a wait of
 torch's that times out writes two warnings.
@@ -58,9 +61,8 @@ _FARTHEST = 64
 #: How a meeting can end well; and a room that a guest has left for a newer one.
 _GO, _LEFT = "go", "left"
 
-#: How a rank stands to the newest room: not in it; in it; in it, as the last of those who all want
-#: the same; kept out, since its rank is taken there.
-_OUTSIDE, _INSIDE, _LAST, _REFUSED = "outside", "inside", "last", "refused"
+#: How a rank stands to the newest room: not in it; in it; kept out, since its rank is taken there.
+_OUTSIDE, _INSIDE, _REFUSED = "outside", "inside", "refused"
 
 
 def meet(
@@ -166,34 +168,32 @@ class _Guest:
             room = self._room(self.number)
             if peek(room, "verdict") is None:
                 break  # else the others had come, and given up
-        if self._arrive(room) == _LAST:
-            return self._settle(room, _GO)
+        self._arrive(room)
         disagreed_at = 0.0
         pauses = backoff()
         while True:
             pause = next(pauses)
-            self._sleep(pause)
-            if verdict := peek(room, "verdict"):
-                return self._obey(room, verdict)
-            if pause < _CALM and self._left() > 0:
-                continue
-            # In this order: a rank counts what it wants before it counts itself.
-            arrived = room.add("arrived", 0)
-            alike = room.add(self.want_key, 0)
-            if alike >= self.world_size:  # the last one has ended before it could say so
+            if room.add(self.want_key, 0) >= self.world_size:
                 return self._settle(room, _GO)
-            if arrived > alike and self._cards_differ(room):
-                disagreed_at = disagreed_at or time.monotonic()
-                if arrived >= self.world_size or time.monotonic() > disagreed_at + _GRACE:
-                    return self._settle(room, DISAGREE)
-            if self.lobby.add("rooms", 0) != self.number:
-                raise self._superseded()
-            if peek(room, "twice"):
-                return self._settle(room, TWICE)
+            now = time.monotonic()
+            if pause >= _CALM or self._left() <= 0:
+                # In this order: a rank counts what it wants before it counts itself.
+                arrived = room.add("arrived", 0)
+                if arrived > room.add(self.want_key, 0) and self._cards_differ(room):
+                    disagreed_at = disagreed_at or now
+                    if arrived >= self.world_size or now > disagreed_at + _GRACE:
+                        return self._settle(room, DISAGREE)
+                if self.lobby.add("rooms", 0) != self.number:
+                    raise self._superseded()
+                if peek(room, "twice"):
+                    return self._settle(room, TWICE)
+                if verdict := peek(room, "verdict"):
+                    return self._obey(room, verdict)
+                if self.progress.is_due():
+                    self.progress.tell(self._absent(room, arrived), self.purpose, aloud=True)
             if self._left() <= 0:
                 return self._settle(room, GAVE_UP)
-            if self.progress.is_due():
-                self.progress.tell(self._absent(room, arrived), self.purpose, aloud=True)
+            self._sleep(pause)
 
     def find_room(self) -> Meeting:
         """Every other rank's way: follow the newest room, arrive in it, wait for its verdict."""
@@ -211,9 +211,7 @@ class _Guest:
                     return self._obey(room, verdict, standing)
                 self.number, room, standing = newest, self._room(newest), _OUTSIDE
                 if peek(room, "verdict") is None:
-                    standing = self._arrive(room)
-                if standing == _LAST:
-                    return self._settle(room, _GO)
+                    standing = _INSIDE if self._arrive(room) else _REFUSED
             verdict = peek(room, "verdict") if standing != _OUTSIDE else None
             if verdict and verdict != _LEFT:
                 return self._obey(room, verdict, standing)
@@ -253,21 +251,20 @@ class _Guest:
             raise KeyboardInterrupt
         time.sleep(max(0.0, min(pause, self._left())))
 
-    def _arrive(self, room: Store) -> str:
-        """Take this rank's place, unless another process has it, who is told of that. Returns how
-        this rank stands to the room then."""
+    def _arrive(self, room: Store) -> bool:
+        """Take this rank's place; False where another process has it, who is told of that."""
         self.arrival.pop_all()
         if room.compare_set(f"rank/{self.rank}", "", self.card).decode() != self.card:
             room.set("twice", self.card)
-            return _REFUSED
+            return False
         self.arrival.callback(room.delete_key, f"rank/{self.rank}")
         if self.need_local:
             room.set("need_local", "1")
-        alike = room.add(self.want_key, 1)
+        room.add(self.want_key, 1)
         self.arrival.callback(room.add, self.want_key, -1)
         room.add("arrived", 1)
         self.arrival.callback(room.add, "arrived", -1)
-        return _LAST if alike >= self.world_size else _INSIDE
+        return True
 
     # How it ends: one rank settles the room, the others obey.
 

@@ -273,40 +273,22 @@ def test_an_interrupted_wait_takes_its_arrival_back(rank: int) -> None:
     assert met[0].token == met[1].token
 
 
-def test_who_comes_last_settles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank lets all go; nobody waits until rank 0 looks again."""
-    store, settled, settle = dist.HashStore(), [], _Guest._settle
+def test_who_comes_to_those_who_are_gone_is_not_let_go(store: dist.Store) -> None:
+    """All others had come to a room, waited in vain and ended: a rank that was started again is the
+    last of all there, and meets the others where they are now."""
+    store.add("rooms", 1)
+    old = dist.PrefixStore("1", store)
+    for rank in (0, 2, 3):
+        guest = _Guest(store, rank, 4, {"world_size": 4}, timedelta(seconds=9), "", "", False, 0)
+        assert guest._arrive(old)  # and is killed there
 
-    def noted(guest: _Guest, *args: Any) -> Meeting:
-        settled.append(guest.rank)
-        return settle(guest, *args)
+    def others(rank: int) -> Meeting:
+        assert wait_until(lambda: old.add("arrived", 0) == 4)
+        return come(store, rank, 4)
 
-    monkeypatch.setattr(_Guest, "_settle", noted)
-    monkeypatch.setattr("distctx.rendezvous._CALM", 10.0)  # so that rank 0 counts nobody
-    room = dist.PrefixStore("1", store)
-
-    def after(number: int, rank: int) -> Meeting:
-        assert wait_until(lambda: room.add("arrived", 0) == number)
-        return come(store, rank, 3)
-
-    met = together(lambda: after(0, 0), lambda: after(1, 2), lambda: after(2, 1))
+    met = together(lambda: come(store, 1, 4), *(lambda r=r: others(r) for r in (0, 2, 3)))
+    assert {one.number for one in met} == {2}
     assert len({one.token for one in met}) == 1
-    assert settled == [1]
-
-
-def test_where_the_last_to_come_ends_before_it_settles_rank_0_does() -> None:
-    """All have come, and the one who should have said so is gone: rank 0 counts them."""
-    store = dist.HashStore()
-    room = dist.PrefixStore("1", store)
-
-    def end() -> str:
-        assert wait_until(lambda: room.add("arrived", 0) == 1)
-        guest = _Guest(store, 1, 2, {"world_size": 2}, timedelta(seconds=20), "", "", False, 1)
-        return guest._arrive(room)  # and no more
-
-    met, standing = together(lambda: come(store, 0, 2), end)
-    assert standing == "last"
-    assert met.token
 
 
 def test_a_room_that_is_expected_is_not_waited_for(store: dist.Store) -> None:
