@@ -117,9 +117,10 @@ def kept_store(environ: dict[str, str]) -> tuple[dict[str, Any], Any]:
 
 
 def counting_store(inner: Any) -> Any:
-    """A store that hands all on to ``inner``, a TCPStore, and counts the requests by key.
+    """A store that hands all on to ``inner`` and counts: ``requests`` by key, ``calls`` by method,
+    and ``sizes``, the bytes of the longest value by key.
 
-    Reading waits for the key first: that makes two requests at the server.
+    Reading waits for the key first: that makes two requests at a TCPStore's server.
     """
     import torch.distributed as dist
 
@@ -127,32 +128,39 @@ def counting_store(inner: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.requests: Counter[str] = Counter()
+            self.calls: Counter[str] = Counter()
+            self.sizes: Counter[str] = Counter()
+
+        def note(self, call: str, key: str, requests: int = 1, size: int = 0) -> None:
+            self.calls[call] += 1
+            self.requests[key] += requests
+            self.sizes[key] = max(self.sizes[key], size)
 
         def set(self, key: str, value: Any) -> None:
-            self.requests[key] += 1
+            self.note("set", key, size=len(value))
             inner.set(key, value if isinstance(value, (str, bytes)) else bytes(value))
 
         def get(self, key: str) -> bytes:
-            self.requests[key] += 2
+            self.note("get", key, requests=2)
             return bytes(inner.get(key))
 
         def add(self, key: str, value: int) -> int:
-            self.requests[key] += 1
+            self.note("add", key)
             return int(inner.add(key, value))
 
         def compare_set(self, key: str, expected: str, value: str) -> bytes:
-            self.requests[key] += 1
+            self.note("compare_set", key, size=len(value))
             return bytes(inner.compare_set(key, expected, value))
 
         def wait(self, keys: list[str], *timeout: timedelta) -> None:
-            self.requests[keys[0]] += 1
+            self.note("wait", keys[0])
             inner.wait(keys, *timeout)
 
         def has_extended_api(self) -> bool:
             return True
 
         def multi_get(self, keys: list[str]) -> list[bytes]:
-            self.requests[keys[0]] += 2
+            self.note("multi_get", keys[0], requests=2)
             return [bytes(value) for value in inner.multi_get(keys)]
 
     return Counting()

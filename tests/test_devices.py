@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import counting_store
 from distctx import DistributedRuntime, LaunchEnvironmentError, devices
 
 
@@ -198,38 +200,8 @@ def test_gloo_reads_its_ranks_in_one_go(
         monkeypatch.delenv("GLOO_ENABLE_STORE_V2_API", raising=False)
     else:
         monkeypatch.setenv("GLOO_ENABLE_STORE_V2_API", at_once)
-    asked = []
-
-    class Noting(dist.Store):
-        """As much of a store as a world of one needs."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = dist.HashStore()
-
-        def set(self, key: str, value: Any) -> None:
-            self.inner.set(key, value if isinstance(value, (str, bytes)) else bytes(value))
-
-        def compare_set(self, key: str, expected: str, value: str) -> bytes:
-            return bytes(self.inner.compare_set(key, expected, value))
-
-        def add(self, key: str, value: int) -> int:
-            return self.inner.add(key, value)
-
-        def wait(self, keys: list[str], *timeout: timedelta) -> None:
-            self.inner.wait(keys, *timeout)
-
-        def get(self, key: str) -> bytes:
-            asked.append("get")
-            return bytes(self.inner.get(key))
-
-        def has_extended_api(self) -> bool:
-            return True
-
-        def multi_get(self, keys: list[str]) -> list[bytes]:
-            asked.append("multi_get")
-            return [bytes(value) for value in self.inner.multi_get(keys)]
-
-    with DistributedRuntime("gloo", store=Noting(), rank=0, world_size=1) as rt:
+    store = counting_store(dist.HashStore())
+    with DistributedRuntime("gloo", store=store, rank=0, world_size=1) as rt:
         assert rt.world_size == 1
+    asked = list(Counter({name: store.calls[name] for name in ("get", "multi_get")}).elements())
     assert asked == (["multi_get"] if at_once is None else ["get"])
