@@ -18,10 +18,11 @@ import attrs
 
 from distctx import debug
 from distctx.arguments import as_int
+from distctx.bounded import run_bounded
 from distctx.exceptions import LayoutError, RemoteRankError, RendezvousTimeoutError
 from distctx.layout import MeshLayout
 from distctx.reports import list_ranks
-from distctx.stores import Store, backoff, peek, run_bounded
+from distctx.stores import Store, backoff, peek
 from distctx.sync import next_turn, show_life, store_must_answer
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 
 import attrs
 
+from distctx.bounded import run_bounded
 from distctx.exceptions import RankDisagreementError, RemoteRankError, RendezvousError
 from distctx.reports import blames_others, list_ranks, name_of
-from distctx.stores import Store, await_key, backoff, discard, peek, run_bounded, wait_for_count
+from distctx.stores import Store, await_key, backoff, discard, peek, wait_for_count
 from distctx.world import World
 
 __all__ = ["Farewell"]

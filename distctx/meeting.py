@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
+from distctx.bounded import run_aside, run_bounded
 from distctx.exceptions import RendezvousError
-from distctx.stores import Store, peek, run_bounded
+from distctx.stores import Store, peek
 
 __all__ = ["Meeting"]
 
@@ -41,7 +41,7 @@ class Meeting(NamedTuple):
             with suppress(RuntimeError):  # the store has gone, and those who would read it
                 self.store.add("built", 1)
 
-        threading.Thread(target=report, name="distctx-built", daemon=True).start()
+        run_aside(report)
 
     def report_failure(self, rank: int, error: BaseException) -> None:
         """This rank could not build it. The others will know, when they fail for want of it."""

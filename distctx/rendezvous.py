@@ -30,6 +30,7 @@ from typing import Any
 
 import attrs
 
+from distctx.bounded import run_bounded
 from distctx.exceptions import DistctxError, RendezvousError, RendezvousTimeoutError
 from distctx.meeting import Meeting
 from distctx.progress import Progress
@@ -41,7 +42,6 @@ from distctx.stores import (
     backoff,
     discard,
     peek,
-    run_bounded,
     wait_for_count,
 )
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import queue
 import socket
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from torch.distributed.rendezvous import rendezvous
 
+from distctx.bounded import run_bounded
 from distctx.environment import LaunchEnvironment, is_env
 from distctx.exceptions import LaunchEnvironmentError, RendezvousError, RendezvousTimeoutError
 from distctx.progress import Progress
@@ -42,11 +41,8 @@ __all__ = [
     "is_served",
     "open_store",
     "peek",
-    "run_bounded",
     "wait_for_count",
 ]
-
-T = TypeVar("T")
 
 #: Seconds in which a launcher's store, which should be there, has to answer before it is probed.
 _AT_ONCE = 10.0
@@ -288,43 +284,3 @@ def wait_for_count(store: Store, key: str, number: int, end: float) -> bool:
                 return False
             time.sleep(next(pauses))
     return True
-
-
-def run_bounded(
-    call: Callable[[], T], seconds: float, cancel: Callable[[], None] | None = None
-) -> T:
-    """What ``call`` returns or raises; TimeoutError where it is not through after ``seconds``.
-
-    A request to a store whose server is stopped, or unreachable, waits for ever inside torch, and
-    deaf to signals; so do torch's constructors for several times their timeout. So ``call`` runs in
-    a thread, and this one waits for it, open to Ctrl-C. A thread that is given up is left behind:
-    nothing can end it.
-
-    Args:
-        cancel: called where the wait is interrupted; ``call`` then has a second to come to an end.
-    """
-    results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((call(), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    thread = threading.Thread(target=run, name="distctx-store", daemon=True)
-    thread.start()
-    end = time.monotonic() + seconds
-    try:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                value, error = results.get(timeout=0.1)
-                if error is not None:
-                    raise error
-                return cast("T", value)
-            if time.monotonic() > end:
-                raise TimeoutError(f"no answer within {seconds:g} s")
-    except BaseException:
-        if thread.is_alive() and cancel is not None:
-            cancel()
-            thread.join(1.0)
-        raise

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from distctx.bounded import run_bounded
 from distctx.exceptions import (
     DistctxError,
     RemoteRankError,
@@ -21,7 +22,7 @@ from distctx.exceptions import (
     RendezvousTimeoutError,
     RuntimeStateError,
 )
-from distctx.stores import PrefixStore, Store, backoff, peek, run_bounded, wait_for_count
+from distctx.stores import PrefixStore, Store, backoff, peek, wait_for_count
 
 if TYPE_CHECKING:
     from distctx.world import World

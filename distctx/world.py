@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from distctx import _torch
+from distctx.bounded import run_bounded
 from distctx.environment import LaunchEnvironment
 from distctx.exceptions import DistctxError, RuntimeStateError
 from distctx.layout import MeshLayout
 from distctx.mesh_cache import MeshCache
 from distctx.rendezvous import meet
 from distctx.request import Request
-from distctx.stores import PrefixStore, Store, run_bounded, wait_for_count
+from distctx.stores import PrefixStore, Store, wait_for_count
 
 __all__ = ["Hold", "World", "current"]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +24,7 @@ from distctx import (
     RankDisagreementError,
     RendezvousError,
     RendezvousTimeoutError,
+    bounded,
     stores,
 )
 from distctx.meeting import Meeting
@@ -479,16 +482,48 @@ def test_another_file_at_the_same_path_is_another_store(tmp_path: Path) -> None:
     assert stores.open_store(environment, url, timedelta(seconds=5))[0] is not first
 
 
+def test_calls_share_a_thread_and_leave_none() -> None:
+    """Call after call runs in one thread, a call meanwhile in another, and each ends when no more
+    come. One that is stuck is not waited for, and a child of a fork has its own."""
+    names = lambda: [t.name for t in threading.enumerate() if t.name == "distctx-call"]  # noqa: E731
+    assert wait_until(lambda: not names())
+    used = {bounded.run_bounded(threading.get_ident, 5) for _ in range(50)}
+    assert len(used) <= 2  # the first call may still be about to end when the second comes
+    both = threading.Barrier(2)
+    bounded.run_aside(lambda: both.wait(5))
+    bounded.run_bounded(lambda: both.wait(5), 5)
+    stuck = threading.Event()
+    with pytest.raises(TimeoutError):
+        bounded.run_bounded(stuck.wait, 0.1)
+    assert bounded.run_bounded(lambda: 7, 5) == 7
+    child = os.fork()
+    if child == 0:
+        os._exit(bounded.run_bounded(lambda: 7, 5))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    stuck.set()
+    assert wait_until(lambda: not names())
+
+
+def test_what_a_call_returned_is_not_kept() -> None:
+    """A thread that waits for the next call holds nothing of the last one."""
+
+    class Group:
+        pass
+
+    gone = weakref.ref(bounded.run_bounded(Group, 5))
+    assert wait_until(lambda: gone() is None)
+
+
 def test_a_store_that_never_answers_is_an_error_in_time() -> None:
     """A call that never comes back is given up in time, and Ctrl-C is heard meanwhile."""
     start, heard = time.monotonic(), threading.Event()
     with pytest.raises(TimeoutError):
-        stores.run_bounded(lambda: time.sleep(30), 0.3)
+        bounded.run_bounded(lambda: time.sleep(30), 0.3)
     with pytest.raises(KeyError):
-        stores.run_bounded(lambda: {}["x"], 5)
-    assert stores.run_bounded(lambda: 7, 5) == 7
+        bounded.run_bounded(lambda: {}["x"], 5)
+    assert bounded.run_bounded(lambda: 7, 5) == 7
     threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
     with pytest.raises(KeyboardInterrupt):
-        stores.run_bounded(lambda: time.sleep(5), 30, heard.set)
+        bounded.run_bounded(lambda: time.sleep(5), 30, heard.set)
     assert heard.is_set()
     assert time.monotonic() - start < 5
