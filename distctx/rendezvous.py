@@ -6,9 +6,10 @@ once, under its own key, and counts itself by what it wants; so one number tells
 there and agree. A room is settled once, for all, by ``compare_set`` on its verdict: rank 0 says go
 or disagree, and any rank may give up when its time is over. A settled room is never joined.
 
-That nobody but rank 0 says go is what keeps out the dead: a rank that was started again may come to
-a room of those who waited for it in vain and are gone, and would be the last of all there. Rank 0,
-started again, is in another.
+That nobody but rank 0 says go to start a world is what keeps out the dead: a rank that was started
+again may come to a room of those who waited for it in vain and are gone, and would be the last of
+all there. Rank 0, started again, is in another. A world's own rooms are new with it, so there the
+last to come says go, which spares all a wait.
 
 The others look at the verdict again and again, rather than to let torch wait for it: a wait of
 torch's that times out writes two warnings.
@@ -74,7 +75,7 @@ def meet(
     *,
     place: str,
     purpose: str,
-    need_local: bool = False,
+    need_local: bool | None = None,
     expected: int = 0,
 ) -> Meeting:
     """Wait until all ranks have arrived and agree. Talks to every rank through ``store``.
@@ -87,9 +88,10 @@ def meet(
         timeout: how long to wait at the most.
         place: where that is, in words, for the errors.
         purpose: for what, in words, for the errors.
-        need_local: also find out which rank of its host this is.
-        expected: the number of the room that is likely to be next, which spares the others a
-            question and the wait for rank 0 to open it; 0: not known.
+        need_local: also find out which rank of its host this is; None: no rank asks for that.
+        expected: the number of the room that is likely to be next among those of one world, which
+            spares the others a question and the wait for rank 0 to open it; 0: not known, since
+            the rooms may be of an earlier run.
 
     Raises:
         RankDisagreementError: all came, but do not want the same; raised on every rank.
@@ -132,7 +134,7 @@ class _Guest:
     timeout: timedelta
     place: str
     purpose: str
-    need_local: bool
+    need_local: bool | None
     expected: int
 
     #: The room that this rank came to last.
@@ -146,7 +148,7 @@ class _Guest:
 
     def __attrs_post_init__(self) -> None:
         self.progress = Progress(self.timeout.total_seconds())
-        digest = hashlib.sha256(json.dumps(self.wants, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(_as_text(self.wants).encode()).hexdigest()
         self.want_key = f"want/{digest[:16]}"
         card = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.card = json.dumps(card | {"wants": self.wants, "id": secrets.token_hex(8)})
@@ -168,20 +170,18 @@ class _Guest:
             room = self._room(self.number)
             if peek(room, "verdict") is None:
                 break  # else the others had come, and given up
-        self._arrive(room)
+        agreed = self._arrive(room)
         disagreed_at = 0.0
         pauses = backoff()
         while True:
             pause = next(pauses)
-            if room.add(self.want_key, 0) >= self.world_size:
+            if agreed >= self.world_size:
                 return self._settle(room, _GO)
             now = time.monotonic()
             if pause >= _CALM or self._left() <= 0:
-                # In this order: a rank counts what it wants before it counts itself.
-                arrived = room.add("arrived", 0)
-                if arrived > room.add(self.want_key, 0) and self._cards_differ(room):
+                if room.add("kinds", 0) > 1 and len(_kinds(cards := self._cards(room))) > 1:
                     disagreed_at = disagreed_at or now
-                    if arrived >= self.world_size or now > disagreed_at + _GRACE:
+                    if len(cards) >= self.world_size or now > disagreed_at + _GRACE:
                         return self._settle(room, DISAGREE)
                 if self.lobby.add("rooms", 0) != self.number:
                     raise self._superseded()
@@ -190,10 +190,11 @@ class _Guest:
                 if verdict := peek(room, "verdict"):
                     return self._obey(room, verdict)
                 if self.progress.is_due():
-                    self.progress.tell(self._absent(room, arrived), self.purpose, aloud=True)
+                    self.progress.tell(self._absent(room, agreed), self.purpose, aloud=True)
             if self._left() <= 0:
                 return self._settle(room, GAVE_UP)
             self._sleep(pause)
+            agreed = room.add(self.want_key, 0)
 
     def find_room(self) -> Meeting:
         """Every other rank's way: follow the newest room, arrive in it, wait for its verdict."""
@@ -202,6 +203,7 @@ class _Guest:
         pauses = backoff()
         while True:
             pause = next(pauses)
+            verdict = None
             is_stale = newest == self.number  # nothing is known of a newer one
             if is_stale and (standing == _OUTSIDE or pause >= _CALM or self._left() <= 0):
                 opened = self.lobby.add("rooms", 0)
@@ -211,8 +213,12 @@ class _Guest:
                     return self._obey(room, verdict, standing)
                 self.number, room, standing = newest, self._room(newest), _OUTSIDE
                 if peek(room, "verdict") is None:
-                    standing = _INSIDE if self._arrive(room) else _REFUSED
-            verdict = peek(room, "verdict") if standing != _OUTSIDE else None
+                    agreed = self._arrive(room)
+                    standing = _INSIDE if agreed else _REFUSED
+                    if self.expected and agreed >= self.world_size:
+                        return self._settle(room, _GO)
+            elif standing != _OUTSIDE:  # not at once: nobody settles it as fast as that
+                verdict = peek(room, "verdict")
             if verdict and verdict != _LEFT:
                 return self._obey(room, verdict, standing)
             if self._left() <= 0:
@@ -251,27 +257,32 @@ class _Guest:
             raise KeyboardInterrupt
         time.sleep(max(0.0, min(pause, self._left())))
 
-    def _arrive(self, room: Store) -> bool:
-        """Take this rank's place; False where another process has it, who is told of that."""
+    def _arrive(self, room: Store) -> int:
+        """Take this rank's place. Returns how many are there who want the same, this one with
+        them; 0 where another process has its place, who is told of that."""
         self.arrival.pop_all()
         if room.compare_set(f"rank/{self.rank}", "", self.card).decode() != self.card:
             room.set("twice", self.card)
-            return False
+            return 0
         self.arrival.callback(room.delete_key, f"rank/{self.rank}")
         if self.need_local:
             room.set("need_local", "1")
-        room.add(self.want_key, 1)
-        self.arrival.callback(room.add, self.want_key, -1)
-        room.add("arrived", 1)
-        self.arrival.callback(room.add, "arrived", -1)
-        return True
+        agreed = room.add(self.want_key, 1)
+        if agreed == 1:
+            room.add("kinds", 1)
+        self.arrival.callback(self._withdraw, room)
+        return agreed
+
+    def _withdraw(self, room: Store) -> None:
+        if room.add(self.want_key, -1) == 0:
+            room.add("kinds", -1)
 
     # How it ends: one rank settles the room, the others obey.
 
     def _settle(self, room: Store, kind: str, standing: str = _INSIDE) -> Meeting:
         """Settle the room, unless somebody was faster; returns or raises what came of it."""
         verdict = f"{kind}/{secrets.token_hex(4)}"
-        if kind == _GO and peek(room, "need_local"):
+        if kind == _GO and self.need_local is not None and peek(room, "need_local"):
             self._number_by_host(room)
         said = room.compare_set("verdict", "", verdict).decode()
         if said == verdict and kind != _GO:
@@ -304,37 +315,30 @@ class _Guest:
     def _cards(self, room: Store) -> dict[int, dict[str, Any]]:
         """Who has arrived, by rank. One request a rank, so only where it is needed.
 
-        Beyond its own world it looks only for those who are counted and not found: a rank that
-        believes in a larger one.
+        Beyond its own world it looks for a rank that believes in a larger one: as far as a world
+        goes that somebody here believes in, and on while a kind of wants is counted and not found.
         """
         cards: dict[int, dict[str, Any]] = {}
-        arrived = room.add("arrived", 0)
+        found: set[str] = set()
+        kinds, largest = room.add("kinds", 0), self.world_size
         for rank in range(_FARTHEST * self.world_size):
-            if rank >= self.world_size and len(cards) >= arrived:
+            if rank >= largest and len(found) >= kinds:
                 break
             if text := peek(room, f"rank/{rank}"):
-                cards[rank] = json.loads(text)
+                card = cards[rank] = json.loads(text)
+                found.add(_as_text(card["wants"]))
+                largest = max(largest, card["wants"]["world_size"])
         return cards
-
-    def _cards_differ(self, room: Store) -> bool:
-        """Whether those who are there want different things: counts alone may be just changing."""
-        wants = {json.dumps(card["wants"], sort_keys=True) for card in self._cards(room).values()}
-        return len(wants) > 1
 
     def _look_around(self, room: Store) -> dict[str, Any]:
         """What there is to tell about a meeting that failed, small enough for a store."""
         cards = self._cards(room)
-        wants: dict[str, tuple[Any, list[int]]] = {}
-        for rank, card in cards.items():
-            text = json.dumps(card["wants"], sort_keys=True)
-            _, ranks = wants.setdefault(text, (card["wants"], []))
-            ranks.append(rank)
         twice = peek(room, "twice")
         return {
             "missing": [rank for rank in range(self.world_size) if rank not in cards],
             "guests": [[rank, name_of(card)] for rank, card in list(cards.items())[:SHOWN]],
             "arrived": len(cards),
-            "wants": list(wants.values()),
+            "wants": _kinds(cards),
             "twice": json.loads(twice) if twice else None,
             "seconds": round(self.timeout.total_seconds(), 3),
         }
@@ -344,9 +348,9 @@ class _Guest:
         may serve the store, stays until all have read it."""
         text = await_key(room, "report", _LINGER)
         room.add("read", 1)
-        if self.rank == 0:
-            wait_for_count(room, "read", room.add("arrived", 0), time.monotonic() + _LINGER)
         report: dict[str, Any] = json.loads(text) if text else {}
+        if self.rank == 0:
+            wait_for_count(room, "read", report.get("arrived", 0), time.monotonic() + _LINGER)
         return report
 
     def _superseded(self) -> RendezvousError:
@@ -380,14 +384,27 @@ class _Guest:
             missing_ranks=(0,),
         )
 
-    def _absent(self, room: Store, arrived: int) -> str:
+    def _absent(self, room: Store, agreed: int) -> str:
         """Who is awaited, in words. Looks for the cards only where somebody came since."""
-        if self.absent is None or self.absent[0] != arrived:
+        if self.absent is None or self.absent[0] != agreed:
             names = ""
             if self.world_size <= SHOWN * SHOWN:
                 cards = self._cards(room)
                 absent = [rank for rank in range(self.world_size) if rank not in cards]
                 names = f": {list_ranks(absent, '')}"
-            number = self.world_size - arrived
-            self.absent = arrived, f"{number} of {self.world_size} ranks{names}"
+            number = self.world_size - agreed
+            self.absent = agreed, f"{number} of {self.world_size} ranks{names}"
         return self.absent[1]
+
+
+def _kinds(cards: Mapping[int, Mapping[str, Any]]) -> list[tuple[Any, list[int]]]:
+    """What those who are there want: each kind of wants, and the ranks that want it."""
+    kinds: dict[str, tuple[Any, list[int]]] = {}
+    for rank, card in cards.items():
+        _, ranks = kinds.setdefault(_as_text(card["wants"]), (card["wants"], []))
+        ranks.append(rank)
+    return list(kinds.values())
+
+
+def _as_text(wants: Mapping[str, Any]) -> str:
+    return json.dumps(wants, sort_keys=True)

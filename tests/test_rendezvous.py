@@ -78,6 +78,11 @@ def come(
     )
 
 
+def there(room: dist.Store) -> list[int]:
+    """Which of the ranks 0 to 3 have arrived in a room."""
+    return [rank for rank in range(4) if peek(room, f"rank/{rank}")]
+
+
 def together(*acts: Callable[[], Any]) -> list[Any]:
     """What each act returned or raised, all begun at once, each in a thread."""
     results: list[Any] = [None] * len(acts)
@@ -270,8 +275,8 @@ def test_an_interrupted_wait_takes_its_arrival_back(rank: int) -> None:
         with pytest.raises(Stop):
             come(store, rank, 2)
     room = dist.PrefixStore("1", store)
-    assert room.add("arrived", 0) == 0
-    assert peek(room, f"rank/{rank}") is None
+    assert room.add("kinds", 0) == 0
+    assert there(room) == []
     met = together(*(lambda r=r: come(store, r, 2) for r in range(2)))
     assert met[0].token == met[1].token
 
@@ -286,7 +291,7 @@ def test_who_comes_to_those_who_are_gone_is_not_let_go(store: dist.Store) -> Non
         assert guest._arrive(old)  # and is killed there
 
     def others(rank: int) -> Meeting:
-        assert wait_until(lambda: old.add("arrived", 0) == 4)
+        assert wait_until(lambda: there(old) == [0, 1, 2, 3])
         return come(store, rank, 4)
 
     met = together(lambda: come(store, 1, 4), *(lambda r=r: others(r) for r in (0, 2, 3)))
@@ -299,13 +304,24 @@ def test_a_room_that_is_expected_is_not_waited_for(store: dist.Store) -> None:
     room = dist.PrefixStore("1", store)
 
     def open_it() -> Meeting:
-        assert wait_until(lambda: room.add("arrived", 0) == 2)
+        assert wait_until(lambda: there(room) == [1, 2])
         assert store.add("rooms", 0) == 0
         return come(store, 0, 3)
 
     met = together(open_it, *(lambda r=r: come(store, r, 3, expected=1) for r in (1, 2)))
     assert len({one.token for one in met}) == 1
     assert {one.number for one in met} == {1}
+
+
+def test_the_last_to_come_to_a_room_of_the_world_lets_all_go(store: dist.Store) -> None:
+    """There nobody can be of an earlier run, so nobody waits for rank 0 to say it."""
+    store.add("rooms", 1)
+    room = dist.PrefixStore("1", store)
+    wants = {"world_size": 3}
+    busy = _Guest(store, 0, 3, wants, timedelta(seconds=9), "", "", None, 1)
+    assert busy._arrive(room) == 1
+    met = together(*(lambda r=r: come(store, r, 3, expected=1) for r in (1, 2)))
+    assert met[0].token == met[1].token == busy._settle(room, "go").token
 
 
 def test_what_is_expected_may_be_wrong(store: dist.Store) -> None:
