@@ -25,7 +25,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -142,7 +141,8 @@ class _Guest:
     progress: Progress = attrs.field(init=False)
     absent: tuple[int, str] | None = attrs.field(init=False, default=None)
     cancelled: threading.Event = attrs.field(init=False, factory=threading.Event)
-    arrival: ExitStack = attrs.field(init=False, factory=ExitStack)
+    #: The room that counts this rank; None where none does.
+    inside: Store | None = attrs.field(init=False, default=None)
     card: str = attrs.field(init=False)
     want_key: str = attrs.field(init=False)
 
@@ -160,7 +160,7 @@ class _Guest:
         except Exception:
             raise
         except BaseException:
-            self.arrival.close()
+            self._withdraw()
             raise
 
     def open_room(self) -> Meeting:
@@ -260,22 +260,25 @@ class _Guest:
     def _arrive(self, room: Store) -> int:
         """Take this rank's place. Returns how many are there who want the same, this one with
         them; 0 where another process has its place, who is told of that."""
-        self.arrival.pop_all()
+        self.inside = None
         if room.compare_set(f"rank/{self.rank}", "", self.card).decode() != self.card:
             room.set("twice", self.card)
             return 0
-        self.arrival.callback(room.delete_key, f"rank/{self.rank}")
         if self.need_local:
             room.set("need_local", "1")
         agreed = room.add(self.want_key, 1)
         if agreed == 1:
             room.add("kinds", 1)
-        self.arrival.callback(self._withdraw, room)
+        self.inside = room
         return agreed
 
-    def _withdraw(self, room: Store) -> None:
-        if room.add(self.want_key, -1) == 0:
-            room.add("kinds", -1)
+    def _withdraw(self) -> None:
+        """Take the arrival back, so that this rank can come again."""
+        room, self.inside = self.inside, None
+        if room is not None:
+            if room.add(self.want_key, -1) == 0:
+                room.add("kinds", -1)
+            room.delete_key(f"rank/{self.rank}")
 
     # How it ends: one rank settles the room, the others obey.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -279,6 +280,18 @@ def test_an_interrupted_wait_takes_its_arrival_back(rank: int) -> None:
     assert there(room) == []
     met = together(*(lambda r=r: come(store, r, 2) for r in range(2)))
     assert met[0].token == met[1].token
+
+
+def test_a_meeting_leaves_no_ring_of_objects(store: dist.Store) -> None:
+    """Else the garbage collector would have to come for it, which stops a rank, and all who wait
+    for it, for a tenth of a second."""
+    gc.collect()
+    gc.disable()
+    try:
+        together(*(lambda r=r: come(store, r, 3) for r in range(3)))
+        assert wait_until(lambda: not any(type(o) is _Guest for o in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 def test_who_comes_to_those_who_are_gone_is_not_let_go(store: dist.Store) -> None:
